@@ -1,0 +1,23 @@
+"""The errors a user can meet. Each message is one line: what, found, allowed."""
+
+
+class LaminaError(Exception):
+    """Root of all errors that are meant for the user."""
+
+
+class ConfigError(LaminaError, ValueError):
+    """A setting the user can fix: names the field, the value and what is allowed."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field}={value!r} is not valid: {allowed}")
+
+
+class CapacityError(LaminaError, RuntimeError):
+    """Something that does not fit: says what is needed, what there is and what would help."""
+
+
+class WeightError(LaminaError, RuntimeError):
+    """A checkpoint that is not what its config says: names the tensor, what was expected and what was found."""

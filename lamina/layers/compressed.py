@@ -1,0 +1,148 @@
+"""Attention whose past is a window of raw entries beside compressed ones.
+
+Order inside the layer, the same for prefill and decode, so that no ring row is overwritten before it is read:
+project and encode the step's own rows; fold them, closing entries; attend; write the last rows into the ring.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.layers.rounding import rounded
+from lamina.ops.attend import EntryScope, attend
+from lamina.ops.compress import Compressor, compress
+from lamina.ops.gemm import linear
+from lamina.ops.index_topk import index_topk
+from lamina.ops.rope_norm import entry_norm_rope, query_norm_rope, rms_norm, rotate, unrotate
+from lamina.ops.sequences import Sequences
+from lamina.ops.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorWeights:
+    """ape [ratio, c * d] position bias of the gate, norm [d]; c = 2 with overlap."""
+
+    ape: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """wq_b [Hi * di, q_lora]; its compressor; how many entries it keeps."""
+
+    wq_b: Tensor
+    heads: int
+    top_k: int
+    compressor: CompressorWeights
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Weights of one layer, fp32.
+
+    w_in     [sum(splits), D], every projection of the layer's input stacked: query low rank, key/value, then for the
+             compressor its values and gates, then for the indexer its compressor's values and gates and its head weights.
+    wo_a     one [o_lora, heads/groups * d] a group.   wo_b  [D, groups * o_lora].   sink  [H].
+    """
+
+    w_in: Tensor
+    splits: tuple[int, ...]
+    q_norm: Tensor
+    wq_b: Tensor
+    kv_norm: Tensor
+    wo_a: tuple[Tensor, ...]
+    wo_b: Tensor
+    sink: Tensor
+    compressor: CompressorWeights | None
+    indexer: IndexerWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStores:
+    """Where a layer's memories lie. All but the window are None where the layer has no such memory."""
+
+    window: Store
+    entries: Store | None = None
+    fold_open: Store | None = None
+    fold_next: Store | None = None
+    index: Store | None = None
+    index_open: Store | None = None
+    index_next: Store | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """One attention layer; ratio 0 has the window alone.
+
+    heads H, dim d, window in tokens, eps of the norms, inv_freq [p] of the layer's rotary embedding.
+    """
+
+    weights: AttentionWeights
+    stores: AttentionStores
+    ratio: int
+    heads: int
+    dim: int
+    window: int
+    eps: float
+    inv_freq: Tensor
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, D], cos and sin [T, p] at the rows' positions -> [T, D]."""
+        weights, stores = self.weights, self.stores
+        parts = linear(x, weights.w_in).split(weights.splits, dim=-1)
+        low = rounded(rms_norm(rounded(parts[0], self.dtype), weights.q_norm, self.eps), self.dtype)
+        q = rounded(linear(low, weights.wq_b), self.dtype).unflatten(-1, (self.heads, self.dim))
+        q = rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
+        own = rounded(entry_norm_rope(rounded(parts[1], self.dtype), weights.kv_norm, cos, sin, self.eps), self.dtype)
+        encoded = stores.window.codec.encode(own)
+        fresh = stores.window.codec.decode(encoded)
+
+        scope = self._compress(parts, low, cos, sin, sequences)
+        out = attend(q, fresh, stores.window, self.window, scope, self.dim**-0.5, weights.sink, sequences)
+        self._keep(encoded, sequences)
+
+        out = rounded(unrotate(out, cos, sin), self.dtype).unflatten(1, (len(weights.wo_a), -1)).flatten(2)
+        grouped = torch.cat([linear(out[:, group], wo_a) for group, wo_a in enumerate(weights.wo_a)], dim=-1)
+        return rounded(linear(rounded(grouped, self.dtype), weights.wo_b), self.dtype)
+
+    def _compress(
+        self, parts: tuple[Tensor, ...], low: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences
+    ) -> EntryScope | None:
+        """Folds the step into the layer's entries and says which of them each query sees."""
+        weights, stores = self.weights, self.stores
+        if weights.compressor is None:
+            return None
+        assert stores.entries is not None and stores.fold_open is not None
+        phase = sequences.positions % self.ratio
+        self._fold(weights.compressor, stores.entries, stores.fold_open, stores.fold_next, parts[2], parts[3], phase, sequences)
+        selected = None
+        if weights.indexer is not None:
+            assert stores.index is not None and stores.index_open is not None
+            indexer = weights.indexer
+            self._fold(
+                indexer.compressor, stores.index, stores.index_open, stores.index_next, parts[4], parts[5], phase, sequences
+            )
+            if sequences.stops and max(sequences.stops) // self.ratio > indexer.top_k:
+                queries = rounded(linear(low, indexer.wq_b), self.dtype).unflatten(-1, (indexer.heads, -1))
+                tail = 2 * cos.shape[-1]
+                queries[..., -tail:] = rotate(queries[..., -tail:], cos[:, None], sin[:, None])
+                codec = stores.index.codec
+                flat = codec.decode(codec.encode(queries.flatten(0, 1))).unflatten(0, queries.shape[:2])
+                scale = (queries.shape[-1] * indexer.heads) ** -0.5
+                selected = index_topk(flat, parts[6] * scale, stores.index, sequences, self.ratio, indexer.top_k)
+        return EntryScope(stores.entries, self.ratio, selected)
+
+    def _fold(
+        self, weights: CompressorWeights, log: Store, fold_open: Store, fold_next: Store | None,
+        values: Tensor, gates: Tensor, phase: Tensor, sequences: Sequences,
+    ) -> None:  # fmt: skip
+        compressor = Compressor(self.ratio, weights.norm, self.inv_freq, self.eps, fold_open, fold_next, log)
+        compress(compressor, values, gates + weights.ape[phase], sequences)
+
+    def _keep(self, encoded: tuple[Tensor, ...], sequences: Sequences) -> None:
+        """Writes the last rows of each sequence into its ring."""
+        window = self.stores.window
+        rows, owner, where = sequences.tails[window.rows_per_page]
+        window.write(sequences.slots[owner, window.slot_column], where, tuple(part[rows] for part in encoded))

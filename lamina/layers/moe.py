@@ -1,0 +1,44 @@
+"""A mixture of experts with one shared expert."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.layers.rounding import rounded
+from lamina.ops.experts import experts, swiglu
+from lamina.ops.gemm import linear
+from lamina.ops.route import route, route_by_table
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Weights of one layer, fp32.
+
+    gate [E, D].   bias [E] for learned routing, or table [V, k] int64 from token id to experts.
+    gate_up [E, 2I, D], down [E, D, I].   shared_gate_up [2I, D], shared_down [D, I].   limit  clamp of the SwiGLU, 0 = none.
+    """
+
+    gate: Tensor
+    bias: Tensor | None
+    table: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    shared_gate_up: Tensor
+    shared_down: Tensor
+    top_k: int
+    scale: float
+    limit: float
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+        """x [T, D], tokens [T]; rows from num_rows on are padding and visit no routed expert. Returns [T, D]."""
+        logits = linear(x, self.gate)[:num_rows]
+        if self.table is not None:
+            chosen, weights = route_by_table(logits, self.table[tokens[:num_rows]], self.scale)
+        else:
+            assert self.bias is not None
+            chosen, weights = route(logits, self.bias, self.top_k, self.scale)
+        out = swiglu(x, self.shared_gate_up, self.shared_down, self.limit)
+        out[:num_rows] += experts(x[:num_rows], chosen, weights, self.gate_up, self.down, self.limit)
+        return rounded(out, self.dtype)

@@ -1,0 +1,104 @@
+"""The definition, in plain PyTorch; fp32.
+
+The fold of a group keeps, per channel, (max, sum of weights, weighted sum) of a softmax over its tokens. With overlap an
+entry also covers the group before, through the first half of the projection; that half is folded ahead into `next`:
+
+    token t of group i:   first half  -> next[i]  (what group i gives to entry i + 1)
+                          second half -> open[i]  (entry i; starts from next[i - 1])
+Source: DeepSeek-V4 report, compressed attention; running form after online softmax.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.ops.rope_norm import entry_norm_rope, rope_tables
+from lamina.ops.sequences import Groups, Sequences
+from lamina.ops.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """What compresses one memory of one layer.
+
+    norm [d] fp32, inv_freq [p] fp32.   open, next  fold states in the slot (next only with overlap).   log  where entries go.
+    """
+
+    ratio: int
+    norm: Tensor
+    inv_freq: Tensor
+    eps: float
+    open: Store
+    next: Store | None
+    log: Store
+
+
+def fold(state: Tensor, values: Tensor, gates: Tensor, groups: Groups) -> None:
+    """Folds the step's tokens into `state` [G, 3, d] (max, sum, weighted sum), in place, each group left to right.
+
+    values, gates  [T, d] fp32 of all rows of the step; groups.rows says which rows are whose.
+    """
+    for j in range(groups.rows.shape[1]):
+        active = sum(1 for count in groups.counts if count > j)  # a prefix: counts descend
+        rows = groups.rows[:active, j]
+        value, gate = values[rows], gates[rows]
+        peak, total, weighted = state[:active].unbind(1)
+        new_peak = torch.maximum(peak, gate)
+        keep, add = torch.exp(peak - new_peak), torch.exp(gate - new_peak)
+        state[:active, 1] = total * keep + add
+        state[:active, 2] = weighted * keep + add * value
+        state[:active, 0] = new_peak
+
+
+def _empty(groups: Groups, width: int, device: torch.device) -> Tensor:
+    state = torch.zeros(len(groups.counts), 3, width, device=device)
+    state[:, 0] = -torch.inf
+    return state
+
+
+def _load(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:
+    group, sequence = where
+    if group.numel():
+        pages = slots[sequence, store.slot_column]
+        state[group] = store.read(pages, torch.zeros_like(pages)).unflatten(-1, (3, -1))
+
+
+def _save(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:
+    group, sequence = where
+    if group.numel():
+        pages = slots[sequence, store.slot_column]
+        store.write(pages, torch.zeros_like(pages), store.codec.encode(state[group].flatten(1)))
+
+
+def compress(compressor: Compressor, values: Tensor, gates: Tensor, sequences: Sequences) -> None:
+    """Folds one step and appends the entries that close.
+
+    values, gates  [T, d] or, with overlap, [T, 2d] fp32 (first half: for the next entry); gates have the position bias added.
+    """
+    groups = sequences.groups[compressor.ratio]
+    width = compressor.norm.shape[0]
+    state = _empty(groups, width, values.device)
+    if compressor.next is None:
+        _load(state, groups.live, compressor.open, sequences.slots)
+        fold(state, values, gates, groups)
+    else:
+        ahead = _empty(groups, width, values.device)
+        _load(ahead, groups.live, compressor.next, sequences.slots)
+        fold(ahead, values[:, :width], gates[:, :width], groups)
+        _load(state, groups.live, compressor.open, sequences.slots)
+        _load(state, groups.carried, compressor.open, sequences.slots)
+        state[groups.after[0]] = ahead[groups.after[1]]
+        fold(state, values[:, width:], gates[:, width:], groups)
+        _save(ahead, groups.ended, compressor.open, sequences.slots)
+        _save(ahead, groups.open, compressor.next, sequences.slots)
+    _save(state, groups.open, compressor.open, sequences.slots)
+    group, sequence, entry = groups.closed
+    if group.numel() == 0:
+        return
+    done = state[group]
+    cos, sin = rope_tables(entry * compressor.ratio, compressor.inv_freq)
+    entries = entry_norm_rope(done[:, 2] / done[:, 1], compressor.norm, cos, sin, compressor.eps)
+    log = compressor.log
+    pages = sequences.tables[sequence, entry // log.rows_per_page]
+    log.write(pages, entry % log.rows_per_page, log.codec.encode(entries))

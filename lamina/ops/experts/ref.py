@@ -1,0 +1,42 @@
+"""The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before the down product)."""
+
+import torch
+from torch import Tensor
+
+from lamina.ops.gemm import linear, padded_rows
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """x [N, D], gate_up [2I, D] (gate rows first), down [D, I], weight [N, 1] or None, limit 0 = no clamp -> [N, D] fp32."""
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # not F.silu: its vector body and scalar tail give different bits
+    act = gate / (1 + torch.exp(-gate)) * up
+    if weight is not None:
+        act = act * weight
+    return linear(act.to(x.dtype), down)
+
+
+def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+    """Sum over each token's experts, added in ascending expert order.
+
+    x [T, D].   chosen [T, k] int64.   weights [T, k] fp32.   gate_up [E, 2I, D], down [E, D, I] fp32.   Returns [T, D] fp32.
+    """
+    top_k = chosen.shape[1]
+    flat = chosen.reshape(-1)
+    order = torch.sort(flat, stable=True).indices
+    rows, share = order // top_k, weights.reshape(-1)[order]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=gate_up.shape[0]).tolist()):
+        if count == 0:
+            continue
+        mine = rows[start : start + count]
+        inputs = x.new_zeros(padded_rows(count), x.shape[1])
+        inputs[:count] = x[mine]
+        weight = share.new_zeros(inputs.shape[0], 1)
+        weight[:count, 0] = share[start : start + count]
+        out.index_add_(0, mine, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[:count])
+        start += count
+    return out

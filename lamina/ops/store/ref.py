@@ -1,0 +1,177 @@
+"""The definition, in plain PyTorch.
+
+A codec lists its fields as (name, dtype, elements a row) and turns fp32 [N, width] into one tensor a field and back.
+One-byte formats travel as uint8, because moving rows needs no arithmetic.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.base.errors import ConfigError
+from lamina.ops.quantise import (
+    dequantise_fp4,
+    dequantise_fp8,
+    dequantise_fp8_row,
+    hadamard,
+    quantise_fp4,
+    quantise_fp8,
+    quantise_fp8_row,
+)
+
+FP8_BLOCK = 64
+FP4_BLOCK = 32
+_SCALE_PAD = 8
+
+
+class EntryCodec(Protocol):
+    """How vectors of one width are stored."""
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """(name, dtype, elements a row) of each field."""
+        ...
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width] -> one tensor [N, ...] a field."""
+        ...
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """One tensor [N, ...] a field -> fp32 [N, width]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateCodec:
+    """fp32 or bf16 vectors as they are."""
+
+    width: int
+    dtype: str = "fp32"
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """One field with the row."""
+        return (("row", self.dtype, self.width),)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width] -> the row in its stored type."""
+        return (x if self.dtype == "fp32" else x.to(torch.bfloat16),)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """The stored row -> fp32 [N, width]."""
+        return stored[0].float()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCodec:
+    """fp8: the unrotated dims as e4m3 in blocks of 64 with power-of-two scales, the rotated ones as bf16 (584 B at 448 + 64)."""
+
+    width: int
+    rope: int
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """nope e4m3, rope bf16, scale e8m0 padded to a multiple of 8."""
+        nope = self.width - self.rope
+        scales = -(-nope // FP8_BLOCK)
+        return (("nope", "e4m3", nope), ("rope", "bf16", self.rope), ("scale", "e8m0", -(-scales // _SCALE_PAD) * _SCALE_PAD))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width] -> codes, rotated dims, scales."""
+        nope = self.width - self.rope
+        codes, scales = quantise_fp8(x[:, :nope], FP8_BLOCK)
+        padded = scales.new_zeros(scales.shape[0], self.fields[2][2])
+        padded[:, : scales.shape[1]] = scales
+        return codes.view(torch.uint8), x[:, nope:].to(torch.bfloat16), padded
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Codes, rotated dims, scales -> fp32 [N, width]."""
+        codes, rope, scales = stored
+        nope = dequantise_fp8(codes.view(torch.float8_e4m3fn), scales[:, : -(-codes.shape[1] // FP8_BLOCK)], FP8_BLOCK)
+        return torch.cat([nope, rope.float()], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCodec:
+    """Index keys: fp8 with one fp32 scale a row (132 B at 128), or fp4 with a power-of-two scale every 32 (68 B).
+
+    Keys and queries are multiplied by a Hadamard matrix first, which spreads outliers and leaves exact products unchanged.
+    """
+
+    width: int
+    format: str
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """code and scale."""
+        if self.format == "fp8":
+            return (("code", "e4m3", self.width), ("scale", "fp32", 1))
+        return (("code", "e2m1", self.width), ("scale", "e8m0", -(-self.width // FP4_BLOCK)))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width] -> codes and scales of the Hadamard product."""
+        x = hadamard(x)
+        if self.format == "fp8":
+            codes, scale = quantise_fp8_row(x)
+            return codes.view(torch.uint8), scale.unsqueeze(-1)
+        return quantise_fp4(x, FP4_BLOCK)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Codes and scales -> fp32 [N, width], still in the Hadamard basis."""
+        codes, scale = stored
+        if self.format == "fp8":
+            return dequantise_fp8_row(codes.view(torch.float8_e4m3fn), scale.squeeze(-1))
+        return dequantise_fp4(codes, scale, FP4_BLOCK)
+
+
+def attention_codec(cache_format: str, width: int, rope: int) -> EntryCodec:
+    """The codec of `cache_format` fp8 | bf16 | fp32 for entries of `width` dims, the last `rope` of them rotated."""
+    if cache_format == "fp8":
+        return AttentionCodec(width, rope)
+    if cache_format in ("bf16", "fp32"):
+        return StateCodec(width, cache_format)
+    raise ConfigError("cache_format", cache_format, "fp8, bf16 or fp32")
+
+
+def index_codec(index_format: str, width: int) -> EntryCodec:
+    """The codec of `index_format` fp4 | fp8 | bf16 | fp32 for index keys of `width` dims."""
+    if index_format in ("fp4", "fp8"):
+        if width & (width - 1):
+            raise ConfigError("index_format", index_format, f"bf16 or fp32 where index_head_dim ({width}) is no power of two")
+        return IndexCodec(width, index_format)
+    if index_format in ("bf16", "fp32"):
+        return StateCodec(width, index_format)
+    raise ConfigError("index_format", index_format, "fp4, fp8, bf16 or fp32")
+
+
+class Store:
+    """The rows of one memory of one layer: a view [pages, rows a page, elements] of the arena for each field."""
+
+    def __init__(self, codec: EntryCodec, views: tuple[Tensor, ...], slot_column: int = 0) -> None:
+        self.codec = codec
+        self.views = views
+        self.slot_column = slot_column  # which of a slot's pages holds the rows; logs are addressed by block instead
+        self.rows_per_page = views[0].shape[1]
+        self.row_bytes = sum(view.shape[2] * view.element_size() for view in views)
+        self.bytes_written = 0
+
+    def write(self, pages: Tensor, rows: Tensor, stored: tuple[Tensor, ...]) -> None:
+        """Writes N encoded rows at (pages [N], rows [N])."""
+        for view, values in zip(self.views, stored, strict=True):
+            view[pages, rows] = values
+        self.bytes_written += pages.shape[0] * self.row_bytes
+
+    def read(self, pages: Tensor, rows: Tensor) -> Tensor:
+        """fp32 [N, width] at (pages [N], rows [N])."""
+        return self.codec.decode(tuple(view[pages, rows] for view in self.views))
+
+    def read_first(self, table: Tensor, num_rows: int) -> Tensor:
+        """fp32 [num_rows, width]: rows 0 .. num_rows of the log whose blocks lie in the pages of `table`."""
+        blocks = table[: -(-num_rows // self.rows_per_page)]
+        return self.codec.decode(tuple(view[blocks].flatten(0, 1)[:num_rows] for view in self.views))
+
+    def page_and_row(self, table: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Where log entries [N] (numbers from 0) of the request with block table `table` lie."""
+        return table[entries // self.rows_per_page], entries % self.rows_per_page

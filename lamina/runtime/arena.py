@@ -1,0 +1,102 @@
+"""The one allocation that holds everything requests remember, its typed views, and the copies the ledger orders."""
+
+import torch
+from torch import Tensor
+
+from lamina.base.errors import CapacityError
+from lamina.base.sizes import format_bytes
+from lamina.layers.entries import StoreKey
+from lamina.memory.layout import HIDDEN, Layout, Span
+from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
+from lamina.ops.store import EntryCodec, StateCodec, Store
+
+_VIEWS = {"fp32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.uint8, "e8m0": torch.uint8, "e2m1": torch.uint8, "u8": torch.uint8}
+
+
+class DeviceArena:
+    """`num_pages` pages of a layout, as one tensor of bytes."""
+
+    def __init__(self, layout: Layout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        need = num_pages * layout.page_bytes
+        try:
+            self.bytes = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise CapacityError(f"cache_bytes={need} ({format_bytes(need)}) cannot be allocated: ask for less") from error
+        self.stores: dict[StoreKey, Store] = {}
+        self.hidden: Store | None = None
+        if layout.hidden is not None:
+            codec = StateCodec(layout.hidden.nbytes // 4)
+            self.hidden = self._store([span for span in layout.slot_spans if span.memory == HIDDEN], codec)
+
+    def store(self, key: StoreKey, codec: EntryCodec) -> Store:
+        """The store of some fields of a memory; made once a key."""
+        if key not in self.stores:
+            spans = [
+                span
+                for name in key.fields
+                for span in (*self.layout.block_spans, *self.layout.slot_spans)
+                if (span.layer, span.memory, span.field.name) == (key.layer, key.memory, name)
+            ]
+            assert len(spans) == len(key.fields), key
+            self.stores[key] = self._store(spans, codec)
+        return self.stores[key]
+
+    def _store(self, spans: list[Span], codec: EntryCodec) -> Store:
+        assert len({span.page for span in spans}) == 1
+        return Store(codec, tuple(self._view(span) for span in spans), spans[0].page)
+
+    def _view(self, span: Span) -> Tensor:
+        """[pages, rows, elements] of one span in every page."""
+        dtype = _VIEWS[span.field.dtype]
+        typed = self.bytes.view(dtype)
+        size = typed.element_size()
+        width = span.row_bytes // size
+        return typed.as_strided((self.num_pages, span.rows, width), (self.layout.page_bytes // size, width, 1), span.offset // size)
+
+    def run(self, orders: tuple[Order, ...]) -> None:
+        """Carries out copies in order."""
+        for order in orders:
+            if isinstance(order, CopyPage):
+                self.bytes[order.target] = self.bytes[order.source]
+            elif isinstance(order, SaveSlot):
+                self._save(order)
+            else:
+                self._restore(order)
+
+    def _save(self, order: SaveSlot) -> None:
+        """Slot to checkpoint: live rows, oldest first. Everything is read before anything is written: pages may overlap."""
+        live, spans = self.layout.slot_live(order.position), self.layout.checkpoint_spans(order.position)
+        moved = []
+        for source, target, ranges in zip(self.layout.slot_spans, spans, live, strict=True):
+            if target.rows:
+                page, size = self.bytes[order.slot[source.page]], source.row_bytes
+                parts = [page[source.offset + first * size : source.offset + (first + count) * size] for first, count in ranges]
+                moved.append((target, torch.cat(parts)))
+        for target, data in moved:
+            self.bytes[order.checkpoint[target.page], target.offset : target.offset + target.nbytes] = data
+
+    def _restore(self, order: RestoreSlot) -> None:
+        """Checkpoint to slot: each live row back to its place."""
+        live, spans = self.layout.slot_live(order.position), self.layout.checkpoint_spans(order.position)
+        moved = []
+        for source, target, ranges in zip(spans, self.layout.slot_spans, live, strict=True):
+            if source.rows:
+                data = self.bytes[order.checkpoint[source.page], source.offset : source.offset + source.nbytes].clone()
+                moved.append((target, ranges, data))
+        for target, ranges, data in moved:
+            page, size, done = self.bytes[order.slot[target.page]], target.row_bytes, 0
+            for first, count in ranges:
+                start = target.offset + first * size
+                page[start : start + count * size] = data[done : done + count * size]
+                done += count * size
+
+    def bytes_written(self) -> dict[str, int]:
+        """Bytes written by the store ops so far, by memory name."""
+        totals: dict[str, int] = {}
+        for key, store in self.stores.items():
+            totals[key.memory] = totals.get(key.memory, 0) + store.bytes_written
+        if self.hidden is not None:
+            totals[HIDDEN] = self.hidden.bytes_written
+        return totals

@@ -1,0 +1,171 @@
+"""Executes a step: copies, the model, samples, copies. It decides nothing."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
+from lamina.ops.sample import SampleBatch, sample, token_logprobs
+from lamina.ops.sample.draws import uniform
+from lamina.ops.sequences import Sequences
+from lamina.runtime.arena import DeviceArena
+from lamina.runtime.inputs import step_arrays
+from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
+
+_LOGPROB_ROWS = 256  # prompt rows whose logits exist at once
+
+
+class ForwardModel(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Compression ratios whose groups a step must plan."""
+        ...
+
+    def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
+        """tokens [T] -> final hidden vectors [T, D] fp32."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, D] -> [S, V] fp32."""
+        ...
+
+
+class Runner:
+    """Runs steps of one model over one arena.
+
+    pads_rows   whether products get row counts that keep a row's bits independent of the others.
+    rings       ring lengths of the model's windows.
+    """
+
+    def __init__(self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], device: torch.device, pads_rows: bool = True) -> None:
+        self.model = model
+        self.arena = arena
+        self.rings = rings
+        self.device = device
+        self.multiple = ROW_MULTIPLE if pads_rows else 1
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Runs one step to its end."""
+        self.arena.run(step.copies_before)
+        hidden = None
+        prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(step.slices)
+        if step.slices:
+            layout = self.arena.layout
+            tokens, sequences = step_arrays(
+                step.slices, self.model.ratios, self.rings, layout.block_tokens, self.multiple, self.device
+            )
+            hidden = self.model.forward(tokens, sequences)
+            self._keep_hidden(hidden, sequences)
+            prompt_logprobs = tuple(
+                self._target_logprobs(hidden[sequences.rows_of(i)], part) if part.num_logprobs is not None else ()
+                for i, part in enumerate(step.slices)
+            )
+        drawn, logprobs = self._sample(step, hidden)
+        self.arena.run(step.copies_after)
+        return StepResult(drawn, logprobs, prompt_logprobs)
+
+    def _keep_hidden(self, hidden: Tensor, sequences: Sequences) -> None:
+        """The final hidden vector of each sequence's last row goes into its slot."""
+        store = self.arena.hidden
+        if store is not None:
+            last = torch.tensor([sequences.rows_of(i).stop - 1 for i in range(len(sequences.stops))], device=self.device)
+            pages = sequences.slots[:, store.slot_column]
+            store.write(pages, torch.zeros_like(pages), store.codec.encode(hidden[last]))
+
+    def _padded_logits(self, rows: Tensor) -> Tensor:
+        """[S, D] -> [S, V]; the product sees a padded number of rows."""
+        num = padded_rows(rows.shape[0], self.multiple)
+        if num != rows.shape[0]:
+            rows = torch.cat([rows, rows.new_zeros(num - rows.shape[0], rows.shape[1])])
+        return self.model.logits(rows)
+
+    def _target_logprobs(self, hidden: Tensor, part: Slice) -> tuple[TokenLogprobs, ...]:
+        found: list[TokenLogprobs] = []
+        assert part.num_logprobs is not None
+        for start in range(0, len(part.targets), _LOGPROB_ROWS):
+            targets = part.targets[start : start + _LOGPROB_ROWS]
+            logits = self._padded_logits(hidden[start : start + len(targets)])[: len(targets)]
+            found.extend(_report(logits, targets, part.num_logprobs))
+        return tuple(found)
+
+    def _sample(self, step: Step, hidden: Tensor | None) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+        if not step.samples:
+            return (), ()
+        stops = []
+        for part in step.slices:
+            stops.append((stops[-1] if stops else 0) + part.stop - part.start)
+        rows = []
+        for item in step.samples:
+            if item.slice_index is not None:
+                assert hidden is not None
+                rows.append(hidden[stops[item.slice_index] - 1])
+            else:
+                store = self.arena.hidden
+                assert store is not None
+                page = torch.tensor([item.slot[store.slot_column]], device=self.device)
+                rows.append(store.read(page, torch.zeros_like(page))[0])
+        num = len(rows)
+        logits = self._padded_logits(torch.stack(rows))[:num]
+        tokens = sample(logits, sample_batch(step.samples, logits.shape[1], self.device)).tolist()
+        return tuple(tokens), self._logprobs(step.samples, logits, tokens)
+
+    def _logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
+        found: list[TokenLogprobs | None] = [None] * len(samples)
+        for row, item in enumerate(samples):
+            count = item.params.num_logprobs(logits.shape[1])
+            if count is not None:
+                found[row] = _report(logits[row : row + 1], tokens[row : row + 1], count)[0]
+        return tuple(found)
+
+
+def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """logits [S, V] and S tokens -> their log-probabilities with the `count` most likely tokens beside each."""
+    values, ranks, top_ids, top_values = token_logprobs(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), count)
+    columns = zip(tokens, values.tolist(), ranks.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
+    return [TokenLogprobs(token, value, rank, tuple(ids), tuple(tops)) for token, value, rank, ids, tops in columns]
+
+
+def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> SampleBatch:
+    """The samples' settings as arrays; [S, V] tables only where a penalty asks for them."""
+    params = [item.params for item in samples]
+
+    def reals(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    needs_counts = any(p.has_penalties for p in params)
+    prompt_seen = output_counts = None
+    if needs_counts:
+        prompt_seen = torch.zeros(len(samples), vocab_size, dtype=torch.bool, device=device)
+        output_counts = torch.zeros(len(samples), vocab_size, dtype=torch.int32, device=device)
+        for row, item in enumerate(samples):
+            if item.params.has_penalties:
+                prompt_seen[row, list(set(item.prompt))] = True
+                counts = torch.bincount(torch.tensor(item.output, dtype=torch.int64), minlength=vocab_size)
+                output_counts[row] = counts.to(device=device, dtype=torch.int32)
+    bias = [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias]
+    banned = [(row, token) for row, item in enumerate(samples) for token in item.banned]
+    bias_index = torch.tensor([(row, token) for row, token, _ in bias], dtype=torch.int64, device=device).reshape(-1, 2)
+    banned_index = torch.tensor(banned, dtype=torch.int64, device=device).reshape(-1, 2)
+    draws = [0.5 if item.params.is_greedy else uniform(item.seed, item.child, item.num_output) for item in samples]
+    return SampleBatch(
+        temperature=reals([p.temperature for p in params]),
+        top_k=torch.tensor([min(p.top_k, vocab_size) for p in params], dtype=torch.int64, device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+        repetition=reals([p.repetition_penalty for p in params]),
+        presence=reals([p.presence_penalty for p in params]),
+        frequency=reals([p.frequency_penalty for p in params]),
+        uniforms=torch.tensor(draws, dtype=torch.float64, device=device),
+        prompt_seen=prompt_seen,
+        output_counts=output_counts,
+        bias_rows=bias_index[:, 0] if bias else None,
+        bias_ids=bias_index[:, 1] if bias else None,
+        bias_values=reals([value for _, _, value in bias]) if bias else None,
+        banned_rows=banned_index[:, 0] if banned else None,
+        banned_ids=banned_index[:, 1] if banned else None,
+    )

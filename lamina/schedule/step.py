@@ -1,0 +1,83 @@
+"""One step as plain data: planned without tensors, executed without decisions.
+
+    copies before -> slices (prefill and decode are the same thing) -> samples -> copies after, in one stream order
+"""
+
+from dataclasses import dataclass
+
+from lamina.memory.orders import Order
+from lamina.schedule.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens [start, stop) of one request.
+
+    tokens   their ids.   blocks  page of each block up to stop.   slot  pages of the slot.
+    targets  ids that follow each row, for rows whose prompt log-probabilities are wanted; shorter than the slice at a prompt's end.
+    num_logprobs  most likely tokens to report beside each target; None if none are wanted.
+    """
+
+    request_id: int
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    slot: tuple[int, ...]
+    targets: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token to draw, from the last row of a slice or, where `slice_index` is None, from the hidden vector in the slot.
+
+    banned   ids that cannot be drawn (end tokens before min_tokens).   output  ids drawn so far, for penalties and counting.
+    """
+
+    request_id: int
+    slice_index: int | None
+    slot: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    child: int
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    num_output: int
+    banned: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Everything that one launch does."""
+
+    number: int
+    copies_before: tuple[Order, ...]
+    slices: tuple[Slice, ...]
+    samples: tuple[Sample, ...]
+    copies_after: tuple[Order, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows the model computes."""
+        return sum(part.stop - part.start for part in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability and rank (1 = most likely) of one token, and the most likely tokens beside it."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: a token a sample, log-probs where asked for, and per slice those of its targets."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]
