@@ -108,9 +108,15 @@ class Layout:
 
     def block_rows(self, span: Span, block: int, position: int) -> int:
         """Final rows of a block span in block number `block` once `position` tokens have been seen."""
-        memory = self._log_of[self.block_spans.index(span)]
-        first = block * self.block_tokens // memory.log_stride
-        return min(max(memory.log_rows(position) - first, 0), span.rows)
+        return self.block_live(block, position)[self.block_spans.index(span)]
+
+    def block_live(self, block: int, position: int) -> tuple[int, ...]:
+        """For each block span the final rows in block number `block` once `position` tokens have been seen."""
+        first = block * self.block_tokens
+        return tuple(
+            min(max(memory.log_rows(position) - first // memory.log_stride, 0), span.rows)
+            for memory, span in zip(self._log_of, self.block_spans, strict=True)
+        )
 
     def live_bytes(self, position: int) -> dict[str, int]:
         """Live bytes by memory name at `position`, summed over layers, no padding."""

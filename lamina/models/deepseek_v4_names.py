@@ -1,4 +1,4 @@
-"""DeepSeek-V4's tensor names. Canonical are the official ones; what Transformers holds in memory, and what it writes, comes out the same."""
+"""DeepSeek-V4's tensor names. The official ones are canonical; Transformers' names, in memory or as saved, come out the same."""
 
 from lamina.weights.names import NameScheme, Rename, Split
 

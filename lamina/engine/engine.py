@@ -1,0 +1,314 @@
+"""The engine: a loaded model, its memory, and the loop that turns requests into answers."""
+
+import hashlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lamina.base.config import EngineConfig
+from lamina.base.errors import CapacityError, ConfigError
+from lamina.base.log import event, get_logger
+from lamina.base.sizes import format_bytes
+from lamina.engine.locate import locate
+from lamina.engine.outputs import Delta, RequestOutput, Usage
+from lamina.engine.text import TextCodec, load_codec
+from lamina.engine.text_output import GrowingOutput, to_logprobs
+from lamina.layers.entries import StoreSpec
+from lamina.memory.layout import Layout, make_layout
+from lamina.memory.ledger import Ledger
+from lamina.memory.plan import Held, predict
+from lamina.models.registry import blueprint
+from lamina.ops.gemm import unstable_shapes
+from lamina.ops.store import Store
+from lamina.runtime.arena import DeviceArena
+from lamina.runtime.runner import Runner
+from lamina.schedule.request import Request, RequestState
+from lamina.schedule.sampling_params import SamplingParams
+from lamina.schedule.scheduler import Drawn, Scheduler
+from lamina.weights.headers import read_config
+from lamina.weights.loader import Checkpoint
+
+_LOG = get_logger(__name__)
+_ID_BYTES = 64 * 1024  # of each end of a weight file that go into the model id
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt with all its outputs."""
+
+    id: int
+    prompt_index: int
+    output: RequestOutput
+    requests: list[Request]
+    growing: list[GrowingOutput]
+    deltas: list[Delta] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(request.state is RequestState.FINISHED for request in self.requests)
+
+
+class Engine:
+    """Loads a checkpoint and serves requests; safe to use from several threads, one step at a time.
+
+    on_tensor  called with (done, total) while weights load.
+    Raises ConfigError, CapacityError or WeightError, each one line.
+    """
+
+    def __init__(self, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
+        self.config = config
+        self.directory = locate(config.model)
+        values = read_config(self.directory)
+        plan = blueprint(values, config.cache_format, config.index_format)
+        self.layout = make_layout(plan.memories, plan.hidden, config.block_tokens)
+        self.vocab_size = plan.vocab_size
+        self.codec = load_codec(self.directory)
+        if self.codec is not None and self.codec.vocab_size > plan.vocab_size:
+            raise ConfigError("tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({plan.vocab_size}) of config.json")
+        self.num_pages = config.pool_bytes // self.layout.page_bytes
+        self.max_model_len = _max_model_len(config, self.layout, self.num_pages, plan.max_positions)
+        self.eos_token_ids = frozenset((*plan.eos_token_ids, *_generation_eos(self.directory)))
+        self.dtype = "fp32" if config.dtype == "auto" else config.dtype
+        device = torch.device("cpu")
+        self.arena = DeviceArena(self.layout, self.num_pages, device)
+
+        def make(spec: StoreSpec) -> Store:
+            return self.arena.store(spec.key, spec.codec)
+
+        with Checkpoint(self.directory, plan.names, on_tensor) as checkpoint:
+            self.model = plan.load(checkpoint, self.dtype, make)
+        pads_rows = config.deterministic is not False
+        if pads_rows and (bad := unstable_shapes(self.model.product_shapes)):
+            event(_LOG, "not_deterministic", logging.WARNING, reason="products depend on the row count here", shapes=bad)
+        self.runner = Runner(self.model, self.arena, plan.rings, device, pads_rows)
+        model_id = _model_id(self.directory, self.dtype, str(config.deterministic))
+        self.ledger = Ledger(self.layout, self.num_pages, model_id, adopt_twins=pads_rows)
+        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests)
+        self.groups: dict[int, Group] = {}
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._seeds = random.Random(config.seed)
+        self._lock = threading.RLock()
+        event(
+            _LOG, "ready", model=self.directory.name, page_bytes=self.layout.page_bytes, pages=self.num_pages,
+            block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
+        )  # fmt: skip
+
+    # -- requests
+
+    def check(self, prompt: str | Sequence[int], params: SamplingParams, field_name: str = "prompt") -> list[int]:
+        """The token ids of a prompt, after every check that can be made before it is queued."""
+        params.validate_for_vocab(self.vocab_size)
+        if params.stop and self.codec is None:
+            raise ConfigError("stop", list(params.stop), "empty: this checkpoint has no tokenizer.json, use stop_token_ids")
+        ids = self._token_ids(prompt, field_name)
+        if len(ids) > self.max_model_len:
+            capacity = f"{self.num_pages} pages of {format_bytes(self.layout.page_bytes)}"
+            raise CapacityError(
+                f"{field_name} has {len(ids)} tokens, but a request can have at most max_model_len={self.max_model_len} "
+                f"(cache_bytes={self.config.pool_bytes}: {capacity}); shorten it or raise cache_bytes or max_model_len"
+            )
+        return ids
+
+    def _token_ids(self, prompt: str | Sequence[int], name: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.codec is None:
+                raise ConfigError(name, "a text", "a list of token ids: this checkpoint has no tokenizer.json")
+            ids = self.codec.encode_prompt(prompt)
+        else:
+            ids = [int(token) for token in _integers(prompt, name)]
+        if not ids:
+            raise ConfigError(name, prompt, "at least one token")
+        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise ConfigError(name, bad, f"token ids from 0 to {self.vocab_size - 1}")
+        return ids
+
+    def add(self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "") -> Group:
+        """Queues a prompt; `step` then makes progress on it. Raises as `check`."""
+        ids = self.check(prompt, params)
+        with self._lock:
+            self._next_id += 1
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+            stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+            max_new = min(params.max_tokens, self.max_model_len - len(ids))
+            wants_prompt = params.prompt_logprobs is not None
+            output = RequestOutput(
+                self._next_id, prompt if isinstance(prompt, str) else None, ids, [None] if wants_prompt else None, [], Usage(len(ids))
+            )
+            group = Group(self._next_id, prompt_index, output, [], [])
+            for child in range(params.n):
+                growing = GrowingOutput(child, params, self.codec)
+                request = Request(
+                    id=self._next_id, name=f"{group.id}.{child}", prompt=tuple(ids), params=params, seed=seed, max_new=max_new,
+                    stop_ids=stop_ids, salt=cache_salt, child=child, parent=group.requests[0] if child else None,
+                )  # fmt: skip
+                self._next_id += 1
+                group.requests.append(request)
+                group.growing.append(growing)
+                output.outputs.append(growing.output)
+            for request in group.requests:
+                self._requests[request.id] = request
+                self.groups[request.id] = group
+                self.scheduler.add(request)
+            if max_new == 0:
+                self._end_without_room(group)
+            return group
+
+    def _end_without_room(self, group: Group) -> None:
+        """A prompt that already has the greatest length: nothing can be drawn."""
+        for request in group.requests:
+            self.scheduler.cancel(request, "length")
+            self._close(request, group, "length")
+
+    def cancel(self, group: Group) -> None:
+        """Ends a prompt in any state; everything that is not in the prefix index is freed."""
+        with self._lock:
+            for request in group.requests:
+                if request.state is not RequestState.FINISHED:
+                    self.scheduler.cancel(request)
+                    self._close(request, group, "abort")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return self.scheduler.has_work
+
+    # -- the loop
+
+    def step(self) -> bool:
+        """Plans, executes and books one step. False if there was nothing to do."""
+        with self._lock:
+            step = self.scheduler.plan()
+            if step is None:
+                return False
+            try:
+                result = self.runner.execute(step)
+            except Exception:
+                for request in self.scheduler.fail(step, self._requests):
+                    self._close(request, self.groups[request.id], "error")
+                raise
+            for drawn in self.scheduler.apply(step, result, self._requests):
+                self._book(drawn)
+            return True
+
+    def take(self, group: Group) -> list[Delta]:
+        """What is new for a prompt, without making a step."""
+        with self._lock:
+            deltas, group.deltas = group.deltas, []
+            return deltas
+
+    def advance(self, group: Group) -> list[Delta]:
+        """What is new for a prompt, making steps until there is something; empty once it has finished and all was taken."""
+        while True:
+            with self._lock:
+                if group.deltas or group.is_finished:
+                    deltas, group.deltas = group.deltas, []
+                    return deltas
+                moved = self.step()
+            if not moved:
+                raise AssertionError("requests wait although nothing runs")
+
+    def _book(self, drawn: Drawn) -> None:
+        request = drawn.request
+        group = self.groups[request.id]
+        growing = group.growing[request.child]
+        reason = request.finish_reason
+        text, matched = growing.push(drawn.token, drawn.logprobs, reason == "stop")
+        if reason == "stop" and drawn.token in request.params.stop_token_ids:
+            growing.output.stop_reason = drawn.token
+        if matched is not None:
+            self.scheduler.finish(request, "stop")
+            reason, growing.output.stop_reason = "stop", matched
+        if reason is not None:
+            self._close(request, group, reason, text, (drawn.token,))
+        else:
+            group.deltas.append(Delta(group.id, group.prompt_index, request.child, text, (drawn.token,), None, group.output))
+
+    def _close(self, request: Request, group: Group, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
+        """Finishes the text and the figures of one output."""
+        growing = group.growing[request.child]
+        rest, matched = growing.finish(reason)
+        if matched is not None:
+            reason = growing.output.finish_reason = "stop"
+            growing.output.stop_reason = matched
+        del self._requests[request.id]
+        del self.groups[request.id]
+        usage = group.output.usage
+        usage.completion_tokens += len(growing.output.token_ids)
+        if request.peak_position:
+            for row in predict(self.layout, [Held(request.peak_position)]).rows:
+                usage.held_bytes[row.name] = usage.held_bytes.get(row.name, 0) + row.nbytes
+        if request.child == 0:
+            usage.cached_tokens = request.cached_tokens
+            usage.prefix_stop = request.first_hit.why if request.first_hit is not None else "not looked up"
+            if group.output.prompt_logprobs is not None:
+                group.output.prompt_logprobs.extend(to_logprobs(item, self.codec) for item in request.prompt_logprobs)
+            event(
+                _LOG, "finished", logging.DEBUG, request=request.name, reason=reason, cached_tokens=request.cached_tokens,
+                why=usage.prefix_stop,
+            )  # fmt: skip
+        group.output.finished = group.is_finished
+        group.deltas.append(Delta(group.id, group.prompt_index, request.child, text + rest, tokens, reason, group.output))
+
+
+def _integers(prompt: Sequence[int], name: str) -> Sequence[int]:
+    for token in prompt:
+        if isinstance(token, bool | str | float):
+            raise ConfigError(name, token, "a text or a list of integer token ids")
+    return prompt
+
+
+def _max_model_len(config: EngineConfig, layout: Layout, num_pages: int, max_positions: int) -> int:
+    """Most tokens of a request: the model's limit, or what the memory holds for one request alone (the last one needs none)."""
+    least = layout.pages_for(1)
+    if num_pages < least:
+        raise CapacityError(
+            f"cache_bytes={config.pool_bytes} holds {num_pages} pages of {layout.page_bytes} B, one request needs {least}: "
+            f"at least {least * layout.page_bytes} B"
+        )
+    fits = (num_pages - layout.slot_pages) * layout.block_tokens + 1 if layout.has_logs else max_positions
+    if config.max_model_len is None:
+        if fits < max_positions:
+            event(_LOG, "max_model_len_cut", tokens=fits, model_limit=max_positions, cache_bytes=config.pool_bytes)
+        return min(fits, max_positions)
+    if config.max_model_len > max_positions:
+        raise ConfigError("max_model_len", config.max_model_len, f"at most {max_positions}, the model's max_position_embeddings")
+    if config.max_model_len > fits:
+        need = layout.pages_for(config.max_model_len - 1) * layout.page_bytes
+        raise CapacityError(
+            f"max_model_len={config.max_model_len} needs {need} B ({format_bytes(need)}) for one request, cache_bytes="
+            f"{config.pool_bytes} holds {fits} tokens: raise cache_bytes or lower max_model_len"
+        )
+    return config.max_model_len
+
+
+def _generation_eos(directory: Path) -> tuple[int, ...]:
+    """End tokens of generation_config.json, which may name more than config.json does."""
+    if not (directory / "generation_config.json").is_file():
+        return ()
+    value = read_config(directory, "generation_config.json").get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
+        raise ConfigError("generation_config.eos_token_id", value, "a token id or a list of them")
+    return tuple(int(str(token)) for token in ids)
+
+
+def _model_id(directory: Path, *mode: str) -> str:
+    """A digest of what equal bytes in memory mean: config, sizes and both ends of the weight files, and how they are computed with."""
+    digest = hashlib.blake2b(repr(mode).encode(), digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ID_BYTES))
+            file.seek(max(0, size - _ID_BYTES))
+            digest.update(file.read(_ID_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,133 @@
+"""The offline interface: give prompts, get answers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from lamina.base.config import EngineConfig
+from lamina.base.errors import ConfigError
+from lamina.engine.engine import Engine, Group
+from lamina.engine.outputs import Delta, RequestOutput
+from lamina.schedule.sampling_params import SamplingParams
+
+#: a text, or token ids
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class LLM:
+    """A model that generates. Settings are those of `EngineConfig`, by keyword.
+
+        llm = LLM("path/to/checkpoint", cache_bytes="2GiB")
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0))
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        cache_format: str = "fp8",
+        index_format: str = "fp4",
+        device: str = "cpu",
+        cache_bytes: int | str = "1GiB",
+        max_step_tokens: int = 1024,
+        max_requests: int = 256,
+        max_model_len: int | None = None,
+        block_tokens: int | None = None,
+        deterministic: bool | str = "strict",
+        seed: int | None = None,
+        on_tensor: Callable[[int, int], None] | None = None,
+    ) -> None:
+        config = EngineConfig(
+            model=str(model), dtype=dtype, cache_format=cache_format, index_format=index_format, device=device, cache_bytes=cache_bytes,
+            max_step_tokens=max_step_tokens, max_requests=max_requests, max_model_len=max_model_len, block_tokens=block_tokens,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
+        self.engine = Engine(config, on_tensor)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order.
+
+        prompts     a text, a list of token ids, or a list of either.   params  one for all, or one a prompt.
+        cache_salt  requests with different salts never share memory.   on_step  called with (finished, all) outputs.
+        Raises      ConfigError or CapacityError before anything is queued if any prompt cannot be served.
+        """
+        groups = self._add(prompts, params, cache_salt)
+        try:
+            total = sum(len(group.requests) for group in groups)
+            for group in groups:
+                while not group.is_finished:
+                    self.engine.advance(group)
+                    if on_step is not None:
+                        on_step(sum(r.finish_reason is not None for g in groups for r in g.requests), total)
+        except BaseException:
+            self._cancel(groups)
+            raise
+        return [group.output for group in groups]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> Iterator[Delta]:
+        """Deltas of all prompts as they come; each output ends with one whose finish_reason is set.
+
+        Closing the iterator early cancels what has not finished. Raises as `generate`, at the call.
+        """
+        return self._deltas(self._add(prompts, params, cache_salt))
+
+    def _deltas(self, groups: list[Group]) -> Iterator[Delta]:
+        try:
+            waiting = list(groups)
+            while waiting:
+                deltas = [delta for group in waiting for delta in self.engine.take(group)]
+                yield from deltas
+                waiting = [group for group in waiting if not group.is_finished or group.deltas]
+                if waiting and not deltas:
+                    self.engine.step()
+        finally:
+            self._cancel(groups)
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, cache_salt: str
+    ) -> list[Group]:
+        listed = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
+            if len(each) != len(listed):
+                raise ConfigError("params", f"{len(each)} of them", f"one, or one for each of the {len(listed)} prompts")
+        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
+            if not isinstance(own, SamplingParams):
+                raise ConfigError(f"params[{index}]", own, "a SamplingParams")
+            self.engine.check(prompt, own, f"prompts[{index}]")
+        return [self.engine.add(prompt, own, index, cache_salt) for index, (prompt, own) in enumerate(zip(listed, each, strict=True))]
+
+    def _cancel(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.engine.cancel(group)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one prompt or several; a flat list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError("prompts", type(prompts).__name__, "a text, a list of token ids, or a list of either")
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    listed: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | Sequence):
+            raise ConfigError(f"prompts[{index}]", prompt, "a text or a list of token ids")
+        listed.append(prompt)
+    return listed

@@ -1,0 +1,29 @@
+"""Where a checkpoint is: a directory, or a hub id that an optional library downloads."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from lamina.base.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def locate(model: str | Path) -> Path:
+    """The directory of a model. Raises ConfigError if there is none; nothing but safetensors, JSON and text is ever fetched."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError("model", str(model), "a directory with config.json and *.safetensors")
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ConfigError("model", str(model), "an existing directory, or a hub id such as org/name")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError("model", str(model), "an existing directory; for a hub id install lamina[hub]")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "*.txt"]))
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError("model", str(model), f"an existing directory, or a hub id that can be fetched ({first})") from None

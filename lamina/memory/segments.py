@@ -1,0 +1,95 @@
+"""What must move when a request moves: to another process, to the host or to disk. The same list for all three.
+
+The wire holds the live bytes of a position and nothing else, field by field: first the blocks in order, then the slot,
+rows oldest first. Page ids never travel; both sides look them up in their own block table and slot.
+
+    wire | block 0: c4 rows | index rows | ... | block 1: ... | slot: window rows, oldest first | fold | ... | hidden |
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lamina.memory.layout import Layout, Span
+
+#: read(block, page, offset, num_bytes) -> bytes; block is the block number, or None for page number `page` of the slot
+Read = Callable[[int | None, int, int, int], bytes]
+#: write(block, page, offset, data); as above
+Write = Callable[[int | None, int, int, bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Live rows of one field of one memory of one layer.
+
+    block        block number in the request's block table, or None for the slot.
+    page         number of the page within the slot; 0 for a block.   offset  of row 0 of the field in that page, bytes.
+    rows         (first row, count) ranges, oldest first.   row_bytes  bytes of one row.
+    wire_offset  where the rows begin in the message, bytes.   nbytes  how many there are.
+    """
+
+    layer: int
+    memory: str
+    field: str
+    block: int | None
+    page: int
+    offset: int
+    row_bytes: int
+    rows: tuple[tuple[int, int], ...]
+    wire_offset: int
+    nbytes: int
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """(offset in the page, bytes) of each row range, in the order of the wire."""
+        return ((self.offset + first * self.row_bytes, count * self.row_bytes) for first, count in self.rows)
+
+
+def segments(layout: Layout, position: int, frozen: bool = False, first_block: int = 0) -> tuple[Segment, ...]:
+    """The segments of a request that has seen `position` tokens; their bytes are exactly its live bytes.
+
+    frozen       the slot's part lies in the pages of a checkpoint instead of a slot; the wire is the same.
+    first_block  blocks before this one are there already and do not move.
+    """
+    found: list[Segment] = []
+    wire = 0
+
+    def add(span: Span, block: int | None, rows: tuple[tuple[int, int], ...]) -> None:
+        nonlocal wire
+        size = sum(count for _, count in rows) * span.row_bytes
+        if size:
+            found.append(
+                Segment(span.layer, span.memory, span.field.name, block, span.page, span.offset, span.row_bytes, rows, wire, size)
+            )
+            wire += size
+
+    for block in range(first_block, layout.blocks_for(position) if layout.has_logs else 0):
+        for span, count in zip(layout.block_spans, layout.block_live(block, position), strict=True):
+            add(span, block, ((0, count),))
+    if frozen:
+        for span in layout.checkpoint_spans(position):
+            add(span, None, ((0, span.rows),))
+    else:
+        for span, rows in zip(layout.slot_spans, layout.slot_live(position), strict=True):
+            add(span, None, rows)
+    return tuple(found)
+
+
+def wire_bytes(parts: Sequence[Segment]) -> int:
+    """Bytes of the message."""
+    return sum(part.nbytes for part in parts)
+
+
+def pack(read: Read, parts: Sequence[Segment]) -> bytes:
+    """The message: the bytes of all segments, in order."""
+    return b"".join(read(part.block, part.page, offset, size) for part in parts for offset, size in part.pieces)
+
+
+def unpack(write: Write, parts: Sequence[Segment], message: bytes) -> None:
+    """Writes a message to where the segments say. Raises ValueError, before it writes, if the size is not theirs."""
+    if len(message) != wire_bytes(parts):
+        raise ValueError(f"message has {len(message)} bytes, allowed: the {wire_bytes(parts)} of its segments")
+    at = 0
+    for part in parts:
+        for offset, size in part.pieces:
+            write(part.block, part.page, offset, message[at : at + size])
+            at += size

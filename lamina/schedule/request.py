@@ -1,0 +1,68 @@
+"""A request as the scheduler sees it: token ids, counters, and the lease it holds while it runs."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lamina.memory.ledger import Lease
+from lamina.memory.prefix import Hit
+from lamina.schedule.sampling_params import SamplingParams
+from lamina.schedule.step import TokenLogprobs
+
+
+class RequestState(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Request:
+    """One output of one prompt; a prompt with n outputs is n of these.
+
+    tokens   prompt and output ids known so far; the last drawn one is known before it is computed.
+    max_new  most tokens it may draw, the model's length included.   stop_ids  ids that end it.
+    group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
+    """
+
+    id: int
+    name: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_new: int
+    stop_ids: frozenset[int]
+    salt: str = ""
+    child: int = 0
+    parent: "Request | None" = None
+    tokens: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    lease: Lease | None = None
+    first_hit: Hit | None = None
+    cached_tokens: int = 0
+    has_prompt_checkpoint: bool = False
+    is_prompt_done: bool = False
+    awaits_result: bool = False
+    num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    peak_position: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens.extend(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """Ids drawn so far."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are to be computed by this one (the first of its siblings)."""
+        return self.params.prompt_logprobs is not None and self.child == 0

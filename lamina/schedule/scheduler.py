@@ -1,0 +1,251 @@
+"""Continuous batching: which tokens of which requests run in the next step. No tensors.
+
+`plan` and `apply` are the only mutators. plan(k + 1) may come before apply(k): a request that waits for a drawn token then
+simply has nothing to plan. First come, first served; running requests before waiting ones; the last to come is preempted first.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lamina.base.log import event, get_logger
+from lamina.memory.ledger import Lease, Ledger, Refused, Wait
+from lamina.schedule.request import Request, RequestState
+from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token that a step drew for a request."""
+
+    request: Request
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Scheduler:
+    """Plans steps over one ledger.
+
+    max_step_tokens  rows of one step.   max_requests  requests that run at once.
+    """
+
+    def __init__(self, ledger: Ledger, max_step_tokens: int, max_requests: int) -> None:
+        self.ledger = ledger
+        self.max_step_tokens = max_step_tokens
+        self.max_requests = max_requests
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_steps = 0
+        self.late_results = 0
+        self.on_peak: Callable[[], None] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Whether it can ever fit is the caller's to check before."""
+        self.waiting.append(request)
+
+    def cancel(self, request: Request, reason: str = "abort") -> None:
+        """Ends a request in any state; pages that are not in the prefix index come back at once. Ended ones are left alone."""
+        if request.state is RequestState.FINISHED:
+            return
+        if request.lease is not None:
+            self.ledger.cancel(request.lease)
+        self._end(request, reason)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a running request with its answer; what it remembers stays for reuse."""
+        if request.state is RequestState.FINISHED:
+            return
+        if request.lease is not None:
+            self.ledger.finish(request.lease)
+        self._end(request, reason)
+
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's memory; it waits at the front and resumes from its own checkpoint."""
+        assert request.state is RequestState.RUNNING and request.lease is not None
+        self.ledger.preempt(request.lease)
+        self.running.remove(request)
+        request.lease = None
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        event(_LOG, "preempted", logging.DEBUG, request=request.name, position_tokens=len(request.tokens))
+
+    def plan(self) -> Step | None:
+        """The next step, or None if nothing can run before a result comes."""
+        budget = self.max_step_tokens
+        slices: list[Slice] = []
+        samples: list[Sample] = []
+        checkpoints: list[Lease] = []
+        preempted = False
+        for request in list(self.running):
+            if request.state is not RequestState.RUNNING or request.awaits_result or budget == 0:
+                continue
+            count = self._extend(request, budget, {part.request_id for part in slices})
+            preempted = preempted or count is None
+            if count:
+                budget -= count
+                self._take(request, count, slices, samples, checkpoints)
+        while not preempted and budget > 0 and len(self.running) < self.max_requests:
+            admitted = self._admit_next()
+            if admitted is None:
+                break
+            count = self._extend(admitted, budget, {part.request_id for part in slices})
+            if count is None:
+                break
+            budget -= count
+            self._take(admitted, count, slices, samples, checkpoints)
+        before = self.ledger.take_orders()
+        for lease in checkpoints:
+            self.ledger.checkpoint(lease)
+        after = self.ledger.take_orders()
+        if not slices and not samples and not before:
+            return None
+        self.num_steps += 1
+        return Step(self.num_steps, before, tuple(slices), tuple(samples), after)
+
+    def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
+        """Books what a step gave: published blocks, new tokens, ended requests. Results of ended requests are dropped and counted."""
+        for part, logprobs in zip(step.slices, result.prompt_logprobs, strict=True):
+            request = requests.get(part.request_id)
+            if request is None or request.lease is None:
+                self.late_results += 1
+                continue
+            self.ledger.commit(request.lease, part.tokens)
+            request.prompt_logprobs.extend(logprobs)
+            request.is_prompt_done = request.is_prompt_done or part.stop >= len(request.prompt)
+        drawn = []
+        for item, token, logprob in zip(step.samples, result.tokens, result.logprobs, strict=True):
+            request = requests.get(item.request_id)
+            if request is None or request.state is not RequestState.RUNNING:
+                self.late_results += 1
+                continue
+            request.awaits_result = False
+            request.is_prompt_done = True
+            request.tokens.append(token)
+            drawn.append(Drawn(request, token, logprob))
+            if token in request.stop_ids:
+                self.finish(request, "stop")
+            elif request.num_output >= request.max_new:
+                self.finish(request, "length")
+        return drawn
+
+    def fail(self, step: Step, requests: dict[int, Request]) -> list[Request]:
+        """A step that could not be executed: its requests end with "error", and nothing it should have written can be hit."""
+        failed = []
+        for request_id in {part.request_id for part in step.slices} | {item.request_id for item in step.samples}:
+            request = requests.get(request_id)
+            if request is not None and request.state is not RequestState.FINISHED:
+                self.cancel(request, "error")
+                failed.append(request)
+        for request in list(self.running):  # their slots may wait for copies of this step
+            self.cancel(request, "error")
+            failed.append(request)
+        self.ledger.take_orders()
+        self.ledger.drop_index()
+        return failed
+
+    def _end(self, request: Request, reason: str) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.state = RequestState.FINISHED
+        request.lease = None
+        request.finish_reason = reason
+
+    def _admit_next(self) -> Request | None:
+        """Admits the first waiting request that does not wait for a sibling's prompt; None if there is none or it must wait."""
+        for request in self.waiting:
+            parent = request.parent
+            if parent is None or parent.is_prompt_done or parent.state is RequestState.FINISHED:
+                break
+        else:
+            return None
+        remaining = request.max_new - request.num_output
+        lease = self.ledger.admit(
+            request.tokens, remaining, request.salt, request.name, use_cache=not request.wants_prompt_logprobs
+        )
+        if isinstance(lease, Wait):
+            return None
+        assert not isinstance(lease, Refused), lease  # checked before it was queued
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.state = RequestState.RUNNING
+        request.lease = lease
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()  # nothing of the prompt is skipped, so all of it is reported again
+        if request.first_hit is None:
+            request.first_hit = lease.hit
+            request.cached_tokens = min(lease.position, len(request.prompt))
+        return request
+
+    def _wanted(self, request: Request, budget: int) -> int:
+        """Tokens that the request can run now: to its next cut, within the budget."""
+        lease = request.lease
+        assert lease is not None
+        stop = min(len(request.tokens), lease.position + budget)
+        cuts = [len(request.prompt)] if not request.has_prompt_checkpoint else []
+        cuts += [lease.junction] if lease.junction is not None else []
+        return min([stop, *(cut for cut in cuts if lease.position < cut)]) - lease.position
+
+    def _extend(self, request: Request, budget: int, planned: set[int]) -> int | None:
+        """Takes the blocks for the request's next slice, preempting the last to come if need be.
+
+        Returns the tokens granted (0 where only the hidden vector is sampled), or None if someone had to be preempted
+        and this request did not get its blocks.
+        """
+        count = self._wanted(request, budget)
+        lease = request.lease
+        assert lease is not None
+        while not self.ledger.extend(lease, count):
+            victim = next((other for other in reversed(self.running) if other.id not in planned and not other.awaits_result), request)
+            self.preempt(victim)
+            if victim is request:
+                return None
+        return count
+
+    def _take(
+        self, request: Request, count: int, slices: list[Slice], samples: list[Sample], checkpoints: list[Lease]
+    ) -> None:
+        """Adds the request's slice and sample to the step; a slice that ends where a checkpoint is wanted asks for one."""
+        lease = request.lease
+        assert lease is not None
+        stop = lease.position
+        start = stop - count
+        index = None
+        slot = tuple(lease.slot)
+        if count:
+            index = len(slices)
+            wants = request.wants_prompt_logprobs
+            targets = request.prompt[start + 1 : stop + 1] if wants else ()
+            num_logprobs = request.params.prompt_logprobs if wants and targets else None
+            tokens = tuple(request.tokens[start:stop])
+            slices.append(Slice(request.id, start, stop, tokens, tuple(lease.blocks), slot, targets, num_logprobs))
+        request.peak_position = max(request.peak_position, stop)
+        if stop == len(request.prompt):
+            if not request.has_prompt_checkpoint and count:
+                checkpoints.append(lease)
+            request.has_prompt_checkpoint = True
+        elif stop == lease.junction:
+            checkpoints.append(lease)
+        if stop == len(request.tokens):
+            request.awaits_result = True
+            samples.append(self._sample(request, index, slot))
+
+    def _sample(self, request: Request, index: int | None, slot: tuple[int, ...]) -> Sample:
+        params = request.params
+        uses_ids = params.has_penalties
+        return Sample(
+            request_id=request.id, slice_index=index, slot=slot, params=params, seed=request.seed, child=request.child,
+            prompt=request.prompt if uses_ids else (), output=tuple(request.output) if uses_ids else (),
+            num_output=request.num_output,
+            banned=tuple(sorted(request.stop_ids)) if request.num_output < params.min_tokens else (),
+        )  # fmt: skip

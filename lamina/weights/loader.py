@@ -1,0 +1,191 @@
+"""Tensors by canonical name out of a checkpoint directory, each exactly once, in fp32 whatever the files store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lamina.base.errors import WeightError
+from lamina.ops.quantise import dequantise_fp4_weight, dequantise_fp8_weight
+from lamina.weights.headers import Stored, list_stored, read_config
+from lamina.weights.names import NameScheme, Place
+
+__all__ = ["Checkpoint", "Ignored", "read_config"]
+
+_PLAIN = ("F32", "BF16", "F16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+_SCALES = ("F8_E8M0", "U8", "F32")
+_FP8_BLOCK, _FP4_BLOCK = 128, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Stored tensors that the name scheme knows and the model does not use."""
+
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A canonical tensor: the stored one, which part of it, and the shape of that part."""
+
+    stored: Stored
+    place: Place
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of `directory` under the canonical names of `scheme`, read one at a time.
+
+    Opening reads headers only. `on_tensor(done, total)` is called after each tensor, scales included, that is not ignored.
+    Raises WeightError, in one line, for files that are missing, damaged, pickled or name a tensor twice.
+    """
+
+    def __init__(self, directory: Path, scheme: NameScheme, on_tensor: Callable[[int, int], None] | None = None) -> None:
+        self._directory = directory
+        self._scheme = scheme
+        self._on_tensor = on_tensor
+        self._sources: dict[str, _Source] = {}
+        self._used: set[str] = set()
+        self._shards: dict[Path, safe_open] = {}
+        ignored: list[int] = []
+        tensors = list_stored(directory)
+        for stored, name in zip(tensors, scheme.rename_all(tensor.name for tensor in tensors), strict=True):
+            if scheme.is_ignored(name):
+                ignored.append(stored.nbytes)
+                continue
+            for place in scheme.places(name, stored.shape):
+                self._add(place, stored)
+        self.ignored = Ignored(len(ignored), sum(ignored))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._shards.clear()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds the canonical tensor `name`, taken or not; ignored ones it does not."""
+        return name in self._sources
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name` as fp32 `shape`, its own memory, finite; the tensor and its scales count as used.
+
+        Stored as F32, BF16 or F16; or, with shape [o, i], as e4m3 with a scale per 128x128, or as packed e2m1, I8 or U8 [o, i/2],
+        with a scale per 32.
+        Raises WeightError naming the tensor, what was expected and what was found; also if it was taken before.
+        """
+        source = self._claim(name)
+        stored = source.stored
+        if stored.dtype in ("I8", "U8") and len(shape) == 2:
+            values = self._take_fp4(name, source, shape)
+        elif source.shape != shape:
+            raise _unexpected(name, f"shape {list(shape)}", source)
+        elif stored.dtype == "F8_E4M3" and len(shape) == 2:
+            expected = (-(-shape[0] // _FP8_BLOCK), -(-shape[1] // _FP8_BLOCK))
+            values = dequantise_fp8_weight(self._read(source), self._take_scale(name, expected, "F8_E4M3"), _FP8_BLOCK)
+        elif stored.dtype in _PLAIN:
+            values = self._read(source).to(torch.float32, copy=True)
+        else:
+            raise _unexpected(name, "F32, BF16, F16, or an F8_E4M3 or packed FP4 matrix", source)
+        if values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
+            raise WeightError(f"tensor {name!r}: expected finite values, found an infinity or a NaN")
+        self._report()
+        return values
+
+    def take_int(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """The integer tensor `name` as int64 `shape`, every value in low <= value < high. Raises WeightError as `take`."""
+        source = self._claim(name)
+        if source.shape != shape or source.stored.dtype not in _INTEGERS:
+            raise _unexpected(name, f"integers {list(shape)}", source)
+        values = self._read(source).to(torch.int64, copy=True)
+        if values.numel():
+            smallest, largest = (int(bound) for bound in torch.aminmax(values))
+            if smallest < low or largest >= high:
+                found = smallest if smallest < low else largest
+                raise WeightError(f"tensor {name!r}: expected values from {low} to {high - 1}, found {found}")
+        self._report()
+        return values
+
+    def finish(self) -> None:
+        """Closes the files. WeightError, with the count and up to five names, if a tensor that is not ignored was never taken."""
+        self._shards.clear()
+        unused = [name for name in self._sources if name not in self._used]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            plural = "tensors are" if len(unused) > 1 else "tensor is"
+            raise WeightError(f"{len(unused)} {plural} not used by this model: {', '.join(map(repr, unused[:5]))}{more}")
+
+    def _add(self, place: Place, stored: Stored) -> None:
+        shape = stored.shape if place.index is None else (place.stop - place.start, *stored.shape[2:])
+        first = self._sources.setdefault(place.name, _Source(stored, place, shape))
+        if first.stored is not stored or first.place is not place:
+            both = " and ".join(f"{tensor.name!r} in {tensor.path.name}" for tensor in (first.stored, stored))
+            raise WeightError(f"tensor {place.name!r} is stored twice: {both}")
+
+    def _claim(self, name: str) -> _Source:
+        if name not in self._sources:
+            raise WeightError(f"tensor {name!r} is missing from {self._directory}")
+        if name in self._used:
+            raise WeightError(f"tensor {name!r} was taken twice")
+        self._used.add(name)
+        return self._sources[name]
+
+    def _take_fp4(self, name: str, source: _Source, shape: tuple[int, ...]) -> Tensor:
+        rows, columns = shape
+        if columns % _FP4_BLOCK or source.shape != (rows, columns // 2):
+            raise _unexpected(name, f"packed FP4 {[rows, columns // 2]} for {list(shape)}", source)
+        scale = self._take_scale(name, (rows, columns // _FP4_BLOCK), "packed FP4")
+        if scale.dtype != torch.float32:
+            return dequantise_fp4_weight(self._read(source), scale, _FP4_BLOCK)
+        ones = torch.full(scale.shape, 127, dtype=torch.uint8)
+        return dequantise_fp4_weight(self._read(source), ones, _FP4_BLOCK) * scale.repeat_interleave(_FP4_BLOCK, dim=1)
+
+    def _take_scale(self, weight: str, shape: tuple[int, ...], kind: str) -> Tensor:
+        """The scales of `weight`: fp32, or e8m0 as u8."""
+        name = self._scheme.scale_name(weight)
+        if name not in self._sources:
+            raise WeightError(f"tensor {weight!r} is stored as {kind}: expected its scales {name!r}, found none")
+        source = self._claim(name)
+        if source.stored.dtype not in _SCALES or source.shape != shape:
+            raise _unexpected(name, f"scales {list(shape)} in {', '.join(_SCALES)}", source)
+        scale = self._read(source)
+        if scale.dtype == torch.float32:
+            return scale
+        scale = scale.view(torch.uint8)
+        if (scale == 255).any():
+            raise WeightError(f"tensor {name!r}: expected finite scales, found 255 (NaN)")
+        return scale
+
+    def _read(self, source: _Source) -> Tensor:
+        """The stored elements, possibly a view of the mapped file: not to be written or kept."""
+        stored, place = source.stored, source.place
+        try:
+            if stored.path not in self._shards:
+                self._shards[stored.path] = safe_open(stored.path, framework="pt", device="cpu")
+            if place.index is None:
+                whole: Tensor = self._shards[stored.path].get_tensor(stored.name)
+                return whole
+            part: Tensor = self._shards[stored.path].get_slice(stored.name)[
+                place.index : place.index + 1, place.start : place.stop
+            ]
+            return part.squeeze(0)
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise WeightError(f"tensor {stored.name!r} cannot be read from {stored.path.name}: {reason}") from None
+
+    def _report(self) -> None:
+        if self._on_tensor is not None:
+            self._on_tensor(len(self._used), len(self._sources))
+
+
+def _unexpected(name: str, expected: str, source: _Source) -> WeightError:
+    """The error for a tensor that is not what was asked for; says how the file spells it, if otherwise than the model."""
+    alias = "" if source.stored.name == name else f" (stored as {source.stored.name!r})"
+    return WeightError(f"tensor {name!r}: expected {expected}, found {source.stored.dtype} {list(source.shape)}{alias}")

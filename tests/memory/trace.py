@@ -1,0 +1,367 @@
+"""Random traces over a ledger's public face, with a pretend device and independent oracles after every call."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+
+from lamina.memory.layout import Layout
+from lamina.memory.ledger import Lease, Ledger, Refused, Wait
+from lamina.memory.prefix import Checkpoint, Hit, Node
+from tests.memory.device import FREE, Device, prefix_digest
+
+OPS = (*["admit"] * 4, *["extend"] * 7, *["commit"] * 5, *["checkpoint"] * 2, *["preempt"] * 2, "finish", "cancel", "rollback", "fork",
+       "lookup")  # fmt: skip
+SALTS = ("", "other")
+#: prompts begin with one of these, so that paths are shared, left and met again
+STEMS = ((0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1), (0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0), (1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0))
+
+
+@dataclass(eq=False)
+class Run:
+    """What the trace knows about one lease, by its own book-keeping."""
+
+    lease: Lease
+    salt: str
+    truth: list[int]  # the tokens that the device has really computed, then what is left of the prompt
+    prompt: int
+    max_new: int
+    position: int
+    committed: int
+    ending: str = ""
+    frozen_slot: tuple[int, ...] = field(default=())
+
+
+class Trace:
+    """Drives one ledger. Every `step` is one call; small integers choose it, so that failures shrink well.
+
+    lag      how many calls later than planned orders are looked at; 0: carried out at once.
+    """
+
+    def __init__(self, layout: Layout, num_pages: int, adopt_twins: bool = True, gain: int = 1, deep: int = 4) -> None:
+        self.layout = layout
+        self.ledger = Ledger(layout, num_pages, adopt_twins=adopt_twins, min_checkpoint_gain=gain)
+        self.device = Device(layout, num_pages)
+        self.gain = gain
+        self.deep = deep  # all bytes are compared every so many steps
+        self.runs: list[Run] = []
+        self.accepted: set[tuple[str, tuple[int, ...]]] = set()
+        self.past: list[tuple[str, list[int]]] = []  # what ended, newest last
+        self.count = 0
+        self.late = 0
+        self.seen = {"hit": 0, "wait": 0, "refused": 0, "full": 0, "twins": 0}
+
+    # -- one call
+
+    def step(self, op: int, x: int, y: int, z: int) -> None:
+        """One call and all checks. Raises AssertionError where an invariant is broken."""
+        self.count += 1
+        name = OPS[op % len(OPS)]
+        if name == "admit":
+            salt, tokens = self.prompt(x, y, z)
+            self.admit(tokens or [1], z % 6, salt, z % 11 != 0)
+        elif name == "lookup":
+            salt, tokens = self.prompt(x, y, z)
+            self.check_lookup(tokens, salt, None if z % 3 else z % 14)
+            if z % 17 == 0:
+                self.ledger.drop_index()
+        elif self.runs:
+            self.call(name, self.runs[x % len(self.runs)], y, z)
+        self.settle()
+        self.check()
+
+    def prompt(self, x: int, y: int, z: int) -> tuple[str, list[int]]:
+        """Something new, something half known, or something that has run before, perhaps continued."""
+        more = [z >> bit & 1 for bit in range(x % 9)]
+        if y % 2 and self.past:
+            salt, tokens = self.past[z % len(self.past)]
+            return salt, [*tokens, *more[: x % 3]]
+        return SALTS[(x + y) % 7 == 0], [*STEMS[x % 3][: y % 13], *more]
+
+    def call(self, name: str, run: Run, y: int, z: int) -> None:
+        """A call about one lease."""
+        lease = run.lease
+        if lease.state == "closing" and name in ("extend", "checkpoint", "fork"):
+            name = "commit"
+        if name == "extend":
+            self.extend(run, y % 7, z)
+        elif name == "commit":
+            self.commit(run, y % (run.position - run.committed + 1) if z % 2 else run.position - run.committed)
+        elif name == "checkpoint":
+            before = self.state()
+            if not self.ledger.checkpoint(lease):
+                assert self.state() == before, "a failing checkpoint changed something"
+        elif name == "preempt":
+            self.end(run, "preempted")
+        elif name == "finish":
+            self.end(run, "finished")
+        elif name == "cancel":
+            self.ledger.cancel(lease)
+            self.forget(run, "cancelled")
+            self.late_commit(run)
+        elif name == "rollback":
+            n = y % (run.position - run.committed + 1)
+            self.rollback(run, n)
+        elif name == "fork" and run.committed:
+            before = self.state()
+            child = self.ledger.fork(lease, z % 5, f"fork {self.count}")
+            if isinstance(child, Lease):
+                self.started(child, run.truth[: run.committed], z % 5, run.salt)
+            else:
+                assert self.state() == before, "a failing fork changed something"
+
+    def admit(self, tokens: Sequence[int], max_new: int, salt: str, use_cache: bool = True) -> Run | Wait | Refused:
+        hit = self.check_lookup(tokens, salt, None)
+        before = self.state()
+        needed, available, total = self.room(tokens, max_new, hit if use_cache else None)
+        result = self.ledger.admit(tokens, max_new, salt, f"request {self.count}", use_cache)
+        if isinstance(result, Refused):
+            assert total > self.ledger.num_pages and result.needed == total, "I12: refused, though it fits alone"
+        elif isinstance(result, Wait):
+            assert self.runs, "I12: waits, though nothing runs"
+            assert needed > available, f"I12: waits, though {needed} pages of {available} would do"
+            assert (result.needed, result.available) == (needed, available)
+        if not isinstance(result, Lease):
+            assert self.state() == before, "a failing admission changed something"
+            self.seen["wait" if isinstance(result, Wait) else "refused"] += 1
+            return result
+        assert total <= self.ledger.num_pages, "admitted, though it can never fit"
+        assert needed <= available, "I12: admitted over what is reserved"
+        assert result.position == (hit.position if use_cache else 0)
+        worth = self.layout.slot_pages and hit.differs_at < len(tokens) and hit.differs_at - hit.position >= max(1, self.gain)
+        assert result.junction == (hit.differs_at if worth else None), "the junction is wrong"
+        self.seen["hit"] += result.position > 0
+        self.seen["full"] += result.position == len(tokens)
+        return self.started(result, tokens, max_new, salt)
+
+    def started(self, lease: Lease, tokens: Sequence[int], max_new: int, salt: str) -> Run:
+        run = Run(lease, salt, list(tokens), len(tokens), max_new, lease.position, lease.position)
+        self.runs.append(run)
+        return run
+
+    def extend(self, run: Run, n: int, z: int) -> bool:
+        lease = run.lease
+        if lease.junction is not None and lease.position < lease.junction < lease.position + n:
+            n = lease.junction - lease.position
+        n = min(n, max(run.prompt + max(run.max_new, 1) - 1 - run.position, 0))
+        before = self.state()
+        possible = self.ledger.can_extend(lease, n)
+        assert self.ledger.extend(lease, n) == possible
+        if not possible:
+            assert self.state() == before, "a failing extend changed something"
+            assert run.position + n > run.prompt, "I12: an admitted request cannot finish its prompt"
+            assert len(self.runs) > 1, "I12: a request that fits alone cannot go on alone"
+            return False
+        start, stop = run.position, run.position + n
+        while len(run.truth) < stop:
+            run.truth.append(z >> len(run.truth) % 5 & 1)
+        run.position = stop
+        self.settle()  # orders so far come before this slice
+        self.check_written(run, start)
+        self.device.compute(run.salt, run.truth, start, stop, lease.blocks, lease.slot)
+        if lease.position == lease.junction:
+            self.ledger.checkpoint(lease)
+        return True
+
+    def commit(self, run: Run, n: int) -> None:
+        lease = run.lease
+        tokens = run.truth[run.committed : run.committed + n]
+        for end in range(run.committed + 1, run.committed + n + 1):
+            self.accepted.add((run.salt, tuple(run.truth[:end])))
+        run.committed += n
+        self.ledger.commit(lease, tokens)
+        self.closed(run)
+
+    def rollback(self, run: Run, n: int) -> None:
+        self.settle()
+        run.position -= n
+        for position in range(max(0, run.position - 8), run.position) if n else ():  # drafts are kept out of folds and live rows
+            for span, window in zip(self.layout.slot_spans, self.device.windows, strict=True):
+                row = 0 if window is None else position % window.size
+                self.device.put(run.lease.slot[span.page], span, row, self.digest(run, position + 1))
+        self.ledger.rollback(run.lease, n)
+        del run.truth[max(run.position, run.prompt) :]
+        self.closed(run)
+
+    def digest(self, run: Run, seen: int) -> bytes:
+        return prefix_digest(run.salt, tuple(run.truth[:seen]))
+
+    def end(self, run: Run, state: str) -> None:
+        run.ending = state
+        (self.ledger.preempt if state == "preempted" else self.ledger.finish)(run.lease)
+        assert run.lease.state == (state if run.position == run.committed else "closing")
+        self.closed(run)
+
+    def closed(self, run: Run) -> None:
+        """An ending takes effect when nothing is in flight; what it leaves can be hit in full."""
+        if not run.ending or run.position != run.committed:
+            return
+        self.forget(run, run.ending)
+        if self.layout.slot_pages and run.committed and self.ledger.adopt_twins:
+            found = self.ledger.longest(run.truth[: run.committed], run.salt, run.committed)
+            assert found.position == run.committed, "I4: what has been frozen is not found"
+        self.late_commit(run)
+
+    def forget(self, run: Run, state: str) -> None:
+        assert run.lease.state == state and not run.lease.blocks and not run.lease.slot
+        self.runs.remove(run)
+        self.past = [*self.past[-5:], (run.salt, run.truth[: run.committed])]
+
+    def late_commit(self, run: Run) -> None:
+        before = self.state()
+        self.ledger.commit(run.lease, [1, 0])
+        self.late += 1
+        assert self.ledger.stale_commits == self.late and self.state() == before, "a late commit changed something"
+
+    # -- the device
+
+    def settle(self) -> None:
+        """Carries out what has been ordered; then nobody may care for the bytes of free pages."""
+        for order in self.ledger.take_orders():
+            self.device.execute(order)
+        for page in range(self.ledger.num_pages):
+            if not self.ledger.arena.lease_refs(page) and not self.ledger.arena.cache_refs(page):
+                self.device.pages[page] = FREE
+
+    def check_written(self, run: Run, start: int) -> None:
+        """I10: what is about to be written belongs to this lease alone, and is not published."""
+        others = {page for other in self.runs if other is not run for page in (*other.lease.blocks, *other.lease.slot)}
+        published = {node.page for node in self.ledger.index.nodes}
+        frozen = {page for made in self.ledger.all_checkpoints() for page in made.pages}
+        for page in (*run.lease.blocks[start // self.layout.block_tokens :], *run.lease.slot):
+            assert page not in others, f"I10: two leases write page {page}"
+            assert page not in published and page not in frozen, f"I10: page {page} is read-only and written"
+
+    # -- oracles
+
+    def state(self) -> tuple[object, ...]:
+        """All that a failing call must leave alone."""
+        leases = tuple((run.lease.position, run.lease.committed, tuple(run.lease.blocks), run.lease.slot, run.lease.state) for run in self.runs)
+        return self.ledger.pages(), leases, self.ledger.evictions, len(self.ledger.index), len(self.ledger.all_checkpoints())
+
+    def room(self, tokens: Sequence[int], max_new: int, hit: Hit | None) -> tuple[int, int, int]:
+        """Pages that an admission needs, could have, and that the whole request needs alone: by counting."""
+        size, arena = self.layout.block_tokens, self.ledger.arena
+        logs = bool(self.layout.block_spans)
+        target = -(-(len(tokens) + (max_new > 1)) // size) * logs
+        total = self.layout.slot_pages + -(-(len(tokens) + max(max_new - 1, 0)) // size) * logs
+        path = [] if hit is None else self.path_pages(hit)
+        reserved = 0
+        for run in self.runs:
+            if run.lease.state == "running" and logs:
+                lack = -(-(run.prompt + (run.max_new > 1)) // size) - len(run.lease.blocks)
+                reserved += lack if lack > 0 else int(run.position >= run.prompt)
+        available = arena.free + arena.evictable - sum(not arena.lease_refs(page) for page in path) - reserved
+        return self.layout.slot_pages + target - len(path), max(0, available), total
+
+    def path_pages(self, hit: Hit) -> list[int]:
+        """Pages of the full blocks below a hit, found by comparing tokens."""
+        depth = hit.position // self.layout.block_tokens
+        return [node.page for node in self.oracle_path[:depth] if node.page is not None]
+
+    def stored(self, salt: str) -> list[tuple[tuple[int, ...], Node | Checkpoint]]:
+        """Everything resident below a salt with the whole of its tokens."""
+        root = self.ledger.index.root(salt)
+        found: list[tuple[tuple[int, ...], Node | Checkpoint]] = []
+        for node in self.ledger.index.nodes:
+            tokens, top = _tokens(node)
+            if top.key == root.key:
+                found.append((tokens, node))
+                for tails in node.checkpoints.values():
+                    found += [((*tokens, *_ids(tail)), made) for tail, made in tails.items()]
+        return found
+
+    def check_lookup(self, tokens: Sequence[int], salt: str, limit: int | None) -> Hit:
+        """I4: the lookup equals brute force over all that is resident."""
+        wanted = tuple(tokens)
+        most = len(wanted) if self.layout.hidden is not None and self.layout.slot_pages else max(0, len(wanted) - 1)
+        most = most if limit is None else min(limit, len(wanted))
+        before = self.state()
+        hit = self.ledger.longest(list(tokens), salt, limit)
+        assert self.state() == before, "a lookup changed something"
+        stored = self.stored(salt)
+        nodes = {known: item for known, item in stored if isinstance(item, Node)}
+        self.oracle_path = []
+        size = self.layout.block_tokens
+        while (len(self.oracle_path) + 1) * size <= len(wanted) and wanted[: (len(self.oracle_path) + 1) * size] in nodes:
+            self.oracle_path.append(nodes[wanted[: (len(self.oracle_path) + 1) * size]])
+        best = 0
+        if not self.layout.slot_pages:
+            best = min(len(self.oracle_path), most // size) * size
+        for known, item in stored:
+            if isinstance(item, Checkpoint) and best < len(known) <= most and wanted[: len(known)] == known:
+                best = len(known)
+        common = max((_common(wanted, known) for known, _ in stored), default=0)
+        assert hit.position == best, f"I4: hit at {hit.position}, the best is {best}"
+        assert hit.resident == len(self.oracle_path), "I4: resident depth"
+        assert hit.differs_at == common, f"I4: differs at {hit.differs_at}, not {common}"
+        possible = most if self.layout.slot_pages else most - most % size
+        assert (hit.reason == "full hit") == (best >= possible), "the reason is wrong"
+        assert hit.why
+        return hit
+
+    def check(self) -> None:
+        """All invariants that hold between calls."""
+        self.ledger.check()
+        pages = self.ledger.pages()
+        assert sum(astuple(pages)) == self.ledger.num_pages, "I1: pages do not add up"
+        assert pages.slots == len(self.runs) * self.layout.slot_pages
+        assert pages.blocks == len({page for run in self.runs for page in run.lease.blocks})
+        assert pages.cached + pages.checkpoints == self.ledger.evictable_pages
+        for run in self.runs:
+            lease = run.lease
+            assert (lease.position, lease.committed) == (run.position, run.committed), "a position is wrong"
+            assert lease.tokens == run.truth[: max(run.prompt, run.committed)], "known tokens are wrong"
+            assert len(lease.blocks) == (-(-run.position // self.layout.block_tokens) if self.layout.has_logs else 0), "I2: blocks"
+        self.check_bytes(full=self.count % self.deep == 0)
+
+    def check_bytes(self, full: bool) -> None:
+        """I9: what leases and, now and then, the index hold are the bytes that their tokens give."""
+        for run in self.runs if full else self.runs[-1:]:
+            self.device.check_log(run.salt, run.truth, run.position, run.lease.blocks)
+            self.device.check_slot(run.salt, run.truth, run.position, run.lease.slot, frozen=False)
+        if not full:
+            return
+        for salt in SALTS:
+            for tokens, item in self.stored(salt):
+                assert not tokens or (salt, tokens) in self.accepted, "I2: published, though not accepted"
+                path = _pages(item if isinstance(item, Node) else item.node)
+                if isinstance(item, Checkpoint):
+                    path += [item.open_page] if item.open_page is not None else []
+                    self.device.check_slot(salt, tokens, item.position, item.pages, frozen=True)
+                if path:
+                    self.device.check_log(salt, tokens, len(tokens), path)
+
+    def close(self) -> None:
+        """I6: after all have ended and the index is emptied, every page is free."""
+        for run in list(self.runs):
+            self.ledger.cancel(run.lease)
+            self.forget(run, "cancelled")
+        self.settle()
+        self.check()
+        self.ledger.drop_index()
+        self.ledger.check()
+        assert self.ledger.pages().free == self.ledger.num_pages, "I6: pages are lost"
+        assert not self.ledger.index.nodes, "I6: nodes are left"
+
+
+def _ids(tokens: bytes) -> tuple[int, ...]:
+    return tuple(int.from_bytes(tokens[at : at + 4], "little") for at in range(0, len(tokens), 4))
+
+
+def _tokens(node: Node) -> tuple[tuple[int, ...], Node]:
+    parts: list[tuple[int, ...]] = []
+    while node.parent is not None:
+        parts.append(_ids(node.tokens))
+        node = node.parent
+    return tuple(token for part in reversed(parts) for token in part), node
+
+
+def _pages(node: Node | None) -> list[int]:
+    pages: list[int] = []
+    while node is not None and node.parent is not None:
+        pages += [node.page] if node.page is not None else []
+        node = node.parent
+    return pages[::-1]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
