@@ -1,14 +1,10 @@
 """The engine: a loaded model, its memory, and the loop that turns requests into answers."""
 
-import hashlib
 import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import CapacityError, ConfigError
@@ -18,23 +14,16 @@ from lamina.engine.locate import locate
 from lamina.engine.outputs import Delta, RequestOutput, Usage
 from lamina.engine.text import TextCodec, load_codec
 from lamina.engine.text_output import GrowingOutput, to_logprobs
-from lamina.layers.entries import StoreSpec
-from lamina.memory.layout import Layout, make_layout
+from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, predict
-from lamina.models.registry import blueprint
-from lamina.ops.gemm import unstable_shapes
-from lamina.ops.store import Store
-from lamina.runtime.arena import DeviceArena
-from lamina.runtime.runner import Runner
+from lamina.runtime.worker import Worker
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
-from lamina.weights.headers import read_config
-from lamina.weights.loader import Checkpoint
+from lamina.schedule.step import Step
 
 _LOG = get_logger(__name__)
-_ID_BYTES = 64 * 1024  # of each end of a weight file that go into the model id
 
 
 @dataclass(slots=True)
@@ -64,37 +53,23 @@ class Engine:
     def __init__(self, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
         self.config = config
         self.directory = locate(config.model)
-        values = read_config(self.directory)
-        plan = blueprint(values, config.cache_format, config.index_format)
-        self.layout = make_layout(plan.memories, plan.hidden, config.block_tokens)
-        self.vocab_size = plan.vocab_size
+        self.worker = Worker(self.directory, config)
+        self.layout, self.num_pages = self.worker.layout, self.worker.num_pages
+        self.vocab_size = self.worker.vocab_size
+        self.max_model_len = _max_model_len(config, self.layout, self.num_pages, self.worker.max_positions)
         self.codec = load_codec(self.directory)
-        if self.codec is not None and self.codec.vocab_size > plan.vocab_size:
-            raise ConfigError("tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({plan.vocab_size}) of config.json")
-        self.num_pages = config.pool_bytes // self.layout.page_bytes
-        self.max_model_len = _max_model_len(config, self.layout, self.num_pages, plan.max_positions)
-        self.eos_token_ids = frozenset((*plan.eos_token_ids, *_generation_eos(self.directory)))
-        self.dtype = "fp32" if config.dtype == "auto" else config.dtype
-        device = torch.device("cpu")
-        self.arena = DeviceArena(self.layout, self.num_pages, device)
-
-        def make(spec: StoreSpec) -> Store:
-            return self.arena.store(spec.key, spec.codec)
-
-        with Checkpoint(self.directory, plan.names, on_tensor) as checkpoint:
-            self.model = plan.load(checkpoint, self.dtype, make)
-        pads_rows = config.deterministic is not False
-        if pads_rows and (bad := unstable_shapes(self.model.product_shapes)):
-            event(_LOG, "not_deterministic", logging.WARNING, reason="products depend on the row count here", shapes=bad)
-        self.runner = Runner(self.model, self.arena, plan.rings, device, pads_rows)
-        model_id = _model_id(self.directory, self.dtype, str(config.deterministic))
-        self.ledger = Ledger(self.layout, self.num_pages, model_id, adopt_twins=pads_rows)
-        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests)
+        if self.codec is not None and self.codec.vocab_size > self.vocab_size:
+            raise ConfigError("tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json")
+        self.worker.load(on_tensor)
+        self.ledger = Ledger(self.layout, self.num_pages, self.worker.model_id(), adopt_twins=self.worker.pads_rows)
+        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size)
         self.groups: dict[int, Group] = {}
         self._requests: dict[int, Request] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
         self._lock = threading.RLock()
+        #: called with a step that has been computed, before its results are booked: nobody of it has ended yet
+        self.on_computed: Callable[[Step], None] | None = None
         event(
             _LOG, "ready", model=self.directory.name, page_bytes=self.layout.page_bytes, pages=self.num_pages,
             block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
@@ -136,7 +111,7 @@ class Engine:
         with self._lock:
             self._next_id += 1
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-            stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+            stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.worker.eos_token_ids)
             max_new = min(params.max_tokens, self.max_model_len - len(ids))
             wants_prompt = params.prompt_logprobs is not None
             output = RequestOutput(
@@ -189,7 +164,9 @@ class Engine:
             if step is None:
                 return False
             try:
-                result = self.runner.execute(step)
+                result = self.worker.execute(step)
+                if self.on_computed is not None:
+                    self.on_computed(step)
             except Exception:
                 for request in self.scheduler.fail(step, self._requests):
                     self._close(request, self.groups[request.id], "error")
@@ -287,28 +264,3 @@ def _max_model_len(config: EngineConfig, layout: Layout, num_pages: int, max_pos
             f"{config.pool_bytes} holds {fits} tokens: raise cache_bytes or lower max_model_len"
         )
     return config.max_model_len
-
-
-def _generation_eos(directory: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json, which may name more than config.json does."""
-    if not (directory / "generation_config.json").is_file():
-        return ()
-    value = read_config(directory, "generation_config.json").get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
-        raise ConfigError("generation_config.eos_token_id", value, "a token id or a list of them")
-    return tuple(int(str(token)) for token in ids)
-
-
-def _model_id(directory: Path, *mode: str) -> str:
-    """A digest of what equal bytes in memory mean: config, sizes and both ends of the weight files, and how they are computed with."""
-    digest = hashlib.blake2b(repr(mode).encode(), digest_size=16)
-    digest.update((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ID_BYTES))
-            file.seek(max(0, size - _ID_BYTES))
-            digest.update(file.read(_ID_BYTES))
-    return digest.hexdigest()

@@ -28,7 +28,6 @@ class GrowingOutput:
         self.output = CompletionOutput(index, "", [], [] if wants else None, 0.0 if wants else None)
         self._detokeniser = None if codec is None else Detokeniser(codec, params.skip_special_tokens)
         self._stopper = StopChecker(params.stop, params.include_stop_str_in_output, params.min_tokens)
-        self._pieces: list[str] = []
 
     def push(self, token: int, logprobs: TokenLogprobs | None, is_stop_token: bool) -> tuple[str, str | None]:
         """Adds a token: (text that may be shown now, the stop string that ended the output or None)."""
@@ -45,22 +44,12 @@ class GrowingOutput:
         """The rest of the text; the held-back tail may still complete a stop string."""
         self.output.finish_reason = reason
         if self._detokeniser is None or self._stopper.matched is not None:
-            self.output.text = "".join(self._pieces)
             return "", None
-        shown, matched = self._show(self._detokeniser.finish())
-        if matched is None:
-            rest = self._stopper.finish()
-            self._pieces.append(rest)
-            shown += rest
-        self.output.text = "".join(self._pieces)
-        return shown, matched
-
-    @property
-    def text(self) -> str:
-        """What has been shown so far."""
-        return "".join(self._pieces)
+        rest = self._stopper.finish(self._detokeniser.finish())
+        self.output.text += rest
+        return rest, self._stopper.matched
 
     def _show(self, text: str) -> tuple[str, str | None]:
         shown, _ = self._stopper.push(text)
-        self._pieces.append(shown)
+        self.output.text += shown
         return shown, self._stopper.matched

@@ -84,8 +84,12 @@ def _check_references(arena: Arena, index: PrefixIndex, leases: Sequence[Lease])
             cached[page] += 1
     cached.update(checkpoint.open_page for checkpoint in checkpoints if checkpoint.open_page is not None)
     for page in range(arena.num_pages):
-        assert arena.lease_refs(page) == held[page], f"I1: page {page} is held {held[page]} times, counted {arena.lease_refs(page)}"
-        assert arena.cache_refs(page) == cached[page], f"I1: page {page} is cached {cached[page]} times, counted {arena.cache_refs(page)}"
+        assert arena.lease_refs(page) == held[page], (
+            f"I1: page {page} is held {held[page]} times, counted {arena.lease_refs(page)}"
+        )
+        assert arena.cache_refs(page) == cached[page], (
+            f"I1: page {page} is cached {cached[page]} times, counted {arena.cache_refs(page)}"
+        )
     published = {node.page for node in index.nodes if node.page is not None}
     for lease in leases:
         assert lease._tip is not None

@@ -98,9 +98,7 @@ class Ledger:
 
     def take_orders(self) -> tuple[Order, ...]:
         """Empties the outbox: the copies to carry out, in order. Copies into checkpoints that are gone unread are left out."""
-        orders = tuple(
-            order for order, target in self._outbox if target is None or target.state != "gone" or target.was_read
-        )
+        orders = tuple(order for order, target in self._outbox if target is None or target.state != "gone" or target.was_read)
         self._outbox.clear()
         return orders
 
@@ -164,7 +162,7 @@ class Ledger:
         refused = self._refusal(len(tokens), max_new)
         if refused is not None:
             return refused
-        if not lease.in_flight and not lease._detached:
+        if not lease.in_flight and not lease._detached and self._hit_limit(len(tokens)) == len(tokens):
             shared = self.layout.has_logs * (lease.committed // self.layout.block_tokens)
             wait = self._wait(self._blocks(len(tokens) + (1 if max_new > 1 else 0)) - shared, [])
             if wait is not None:
@@ -342,8 +340,9 @@ class Ledger:
         return Wait(
             needed,
             available,
-            f"needs {needed} pages ({self.layout.slot_pages} slot, {own_blocks} blocks), could have {available}: {self.arena.free} free "
-            f"and {self.arena.evictable - pinned} evictable, of which {reserved} are reserved for running requests",
+            f"needs {needed} pages ({self.layout.slot_pages} slot, {own_blocks} blocks), could have {available}: "
+            f"{self.arena.free} free and {self.arena.evictable - pinned} evictable, "
+            f"of which {reserved} are reserved for running requests",
         )
 
     def _path(self, node: Node) -> list[int]:

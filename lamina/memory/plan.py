@@ -105,7 +105,9 @@ def _block_pages(layout: Layout, request: Held) -> int:
     if not layout.has_logs:
         return 0
     full, inside = divmod(request.position, layout.block_tokens)
-    kept = request.running or any(divmod(p, layout.block_tokens)[0] == full and p % layout.block_tokens for p in request.checkpoints)
+    kept = request.running or any(
+        divmod(p, layout.block_tokens)[0] == full and p % layout.block_tokens for p in request.checkpoints
+    )
     return full + int(bool(inside) and kept) - request.shared_blocks
 
 

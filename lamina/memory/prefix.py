@@ -74,7 +74,20 @@ class Node:
     edges   sorted token bytes of all children and checkpoint tails: neighbours share the longest prefix.
     """
 
-    __slots__ = ("checkpoints", "children", "depth", "edges", "key", "page", "parent", "pins", "queued", "resident", "stamp", "tokens")
+    __slots__ = (
+        "checkpoints",
+        "children",
+        "depth",
+        "edges",
+        "key",
+        "page",
+        "parent",
+        "pins",
+        "queued",
+        "resident",
+        "stamp",
+        "tokens",
+    )
 
     def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None) -> None:
         self.parent = parent
@@ -134,7 +147,7 @@ class Hit:
     """What a lookup found.
 
     position    tokens that need not be computed.   resident  full blocks of these tokens that are in the index.
-    differs_at  position of the first token that differs from everything stored on the path.
+    differs_at  tokens that are known: position of the first one that differs from everything stored on the path.
     reason      why position is not larger: one of the texts above; evicted_at and evicted_for belong to "evicted".
     """
 
@@ -218,10 +231,11 @@ class PrefixIndex:
                 break
             node = below
         open_block = tokens[node.depth * size : (node.depth + 1) * size]
-        differs_at = node.depth * self.layout.block_tokens + _common_tokens(open_block, node.edges)
+        common, leaves = _common_tokens(open_block, node.edges)
+        differs_at = node.depth * self.layout.block_tokens + common
         tip, found = self._restorable(tokens, node, limit)
         position = found.position if found is not None else tip.depth * self.layout.block_tokens
-        reason, when, whom = self._why(tokens, node, position, limit, differs_at, min_gain)
+        reason, when, whom = self._why(tokens, node, position, limit, differs_at, leaves, min_gain)
         return Hit(position, node.depth, differs_at, reason, when, whom, found, tip)
 
     def _restorable(self, tokens: bytes, node: Node, limit: int) -> tuple[Node, Checkpoint | None]:
@@ -240,9 +254,12 @@ class PrefixIndex:
             node = node.parent
 
     def _why(
-        self, tokens: bytes, node: Node, position: int, limit: int, differs_at: int, min_gain: int
+        self, tokens: bytes, node: Node, position: int, limit: int, differs_at: int, leaves: bool, min_gain: int
     ) -> tuple[str, int | None, str]:
-        """Why a hit ends at `position`, and for an eviction when and for whom. `node` is the deepest resident one."""
+        """Why a hit ends at `position`, and for an eviction when and for whom.
+
+        node    the deepest resident one.   leaves  whether something stored goes on differently at differs_at.
+        """
         possible = limit if self.layout.slot_pages else limit - limit % self.layout.block_tokens
         if position >= possible:
             return FULL_HIT, None, ""
@@ -251,7 +268,7 @@ class PrefixIndex:
             return EVICTED, *evicted
         if differs_at > position and self.layout.slot_pages and differs_at >= min(position + min_gain, possible):
             return NO_CHECKPOINT, None, ""
-        if node.edges and differs_at:
+        if leaves and differs_at:
             return DIFFERS, None, ""
         return NO_CHECKPOINT if differs_at > position else NEVER_STORED, None, ""
 
@@ -451,10 +468,12 @@ class PrefixIndex:
         return checkpoint.pages if checkpoint.open_page is None else (*checkpoint.pages, checkpoint.open_page)
 
 
-def _common_tokens(block: bytes, edges: Sequence[bytes]) -> int:
-    """Tokens that `block` shares with the closest of the sorted edges."""
+def _common_tokens(block: bytes, edges: Sequence[bytes]) -> tuple[int, bool]:
+    """Tokens that `block` shares with the closest of the sorted edges, and whether one of these goes on after them."""
     at = bisect_left(edges, block)
-    return max((_common_prefix(block, edge) for edge in edges[max(at - 1, 0) : at + 1]), default=0)
+    found = [(_common_prefix(block, edge), len(edge) // TOKEN_BYTES) for edge in edges[max(at - 1, 0) : at + 1]]
+    longest = max((common for common, _ in found), default=0)
+    return longest, any(common == longest < length for common, length in found)
 
 
 def _common_prefix(one: bytes, other: bytes) -> int:

@@ -13,6 +13,11 @@ from torch import Tensor
 TILE = 64
 
 
+def entry_columns(tile: int, ratio: int) -> int:
+    """Entry columns for the queries of a tile: what its last position sees, in whole multiples of 64."""
+    return -(-((tile + 1) * TILE // ratio) // 64) * 64
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Consecutive rows [row, row + count) of one sequence whose positions share a tile; `index` = position // TILE."""

@@ -6,7 +6,6 @@ simply has nothing to plan. First come, first served; running requests before wa
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.base.log import event, get_logger
@@ -29,18 +28,18 @@ class Drawn:
 class Scheduler:
     """Plans steps over one ledger.
 
-    max_step_tokens  rows of one step.   max_requests  requests that run at once.
+    max_step_tokens  rows of one step.   max_requests  requests that run at once.   vocab_size  token ids there are.
     """
 
-    def __init__(self, ledger: Ledger, max_step_tokens: int, max_requests: int) -> None:
+    def __init__(self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int) -> None:
         self.ledger = ledger
         self.max_step_tokens = max_step_tokens
         self.max_requests = max_requests
+        self.vocab_size = vocab_size
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_steps = 0
         self.late_results = 0
-        self.on_peak: Callable[[], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +111,7 @@ class Scheduler:
         return Step(self.num_steps, before, tuple(slices), tuple(samples), after)
 
     def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
-        """Books what a step gave: published blocks, new tokens, ended requests. Results of ended requests are dropped and counted."""
+        """Books what a step gave: published blocks, new tokens, ended requests. Results of ended requests are counted and dropped."""
         for part, logprobs in zip(step.slices, result.prompt_logprobs, strict=True):
             request = requests.get(part.request_id)
             if request is None or request.lease is None:
@@ -206,7 +205,8 @@ class Scheduler:
         lease = request.lease
         assert lease is not None
         while not self.ledger.extend(lease, count):
-            victim = next((other for other in reversed(self.running) if other.id not in planned and not other.awaits_result), request)
+            idle = (other for other in reversed(self.running) if other.id not in planned and not other.awaits_result)
+            victim = next(idle, request)
             self.preempt(victim)
             if victim is request:
                 return None
@@ -226,7 +226,7 @@ class Scheduler:
             index = len(slices)
             wants = request.wants_prompt_logprobs
             targets = request.prompt[start + 1 : stop + 1] if wants else ()
-            num_logprobs = request.params.prompt_logprobs if wants and targets else None
+            num_logprobs = request.params.num_prompt_logprobs(self.vocab_size) if wants and targets else None
             tokens = tuple(request.tokens[start:stop])
             slices.append(Slice(request.id, start, stop, tokens, tuple(lease.blocks), slot, targets, num_logprobs))
         request.peak_position = max(request.peak_position, stop)

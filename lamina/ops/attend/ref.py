@@ -2,9 +2,11 @@
 
 Order depends on the query's position alone: queries are taken in tiles aligned to 64 positions; a tile's window columns
 start at a multiple of 64 whatever the ring holds, its entry columns are entry numbers, both of a fixed count per tile.
-Columns that a query may not see weigh exactly 0, so it does not matter what else is in them.
+Columns that a query may not see weigh exactly 0, so it does not matter what else is in them, as long as it is finite.
 
     columns of tile a | positions 64(a - back) ... 64a + 63 | entries 0 ... entries(a) - 1 |
+
+A sequence with one query (decode) is computed together with others that have as many columns: the same products, batched.
 Source: DeepSeek-V4 report, sparse attention with a sink.
 """
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
-from lamina.ops.sequences import TILE, Sequences, Tile
+from lamina.ops.sequences import TILE, Sequences, Tile, entry_columns
 from lamina.ops.store import Store
 
 #: tiles that see more entries than this gather the selected ones a query at a time; others mask
@@ -31,6 +33,10 @@ class EntryScope:
     log: Store
     ratio: int
     selected: Tensor | None
+
+    def is_dense(self, columns: int) -> bool:
+        """Whether queries with that many entry columns mask all of them instead of gathering; it depends on the tile alone."""
+        return self.selected is None or columns <= max(DENSE_ENTRIES, 2 * self.selected.shape[1])
 
 
 @lru_cache(maxsize=256)
@@ -57,101 +63,29 @@ def _selected_bias(selected: Tensor, columns: int) -> Tensor:
     return bias[:, :columns]
 
 
-def _entry_columns(tile: int, ratio: int) -> int:
-    """Entry columns of a tile: what its last position sees, in whole multiples of 64."""
-    return -(-((tile + 1) * TILE // ratio) // 64) * 64
-
-
-def _window_rows(sequence: int, fresh: Tensor, window: Store, size: int, back: int, sequences: Sequences) -> tuple[int, Tensor]:
-    """First position and rows [n, D] of the window columns of all tiles of a sequence; zeros where nothing is visible."""
-    start, stop = sequences.starts[sequence], sequences.stops[sequence]
-    base = (start // TILE - back) * TILE
-    rows = torch.zeros(((stop - 1) // TILE + 1) * TILE - base, fresh.shape[1])
-    oldest = max(0, start - size + 1)
-    if oldest < start:
-        ring = torch.arange(oldest, start) % window.rows_per_page
-        pages = sequences.slots[sequence, window.slot_column].expand(start - oldest)
-        rows[oldest - base : start - base] = window.read(pages, ring)
-    rows[start - base : stop - base] = fresh[sequences.rows_of(sequence)]
-    return base, rows
-
-
 def _pad_queries(q: Tensor) -> Tensor:
-    """q [n, H, D] -> [n', H, D] with n' * H a multiple of the rows that keep bits stable; added queries are zeros."""
-    num = padded_rows(q.shape[0], ROW_MULTIPLE // math.gcd(q.shape[1], ROW_MULTIPLE))
-    return q if num == q.shape[0] else torch.cat([q, q.new_zeros(num - q.shape[0], *q.shape[1:])])
-
-
-def _scores(q: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-    """q [n, H, D], rows [N, D] or [n, N, D], bias [count <= n, N] -> [n, H, N]."""
-    if rows.dim() == 2:
-        scores = torch.nn.functional.linear(q.flatten(0, 1), rows).unflatten(0, q.shape[:2])
-    else:
-        scores = torch.bmm(q, rows.transpose(1, 2))
-    scores[: bias.shape[0]] += bias[:, None]
-    return scores
-
-
-def _weighted(weights: Tensor, rows: Tensor) -> Tensor:
-    """weights [n, H, N], rows [N, D] or [n, N, D] -> [n, H, D]."""
-    if rows.dim() == 2:
-        return (weights.flatten(0, 1) @ rows).unflatten(0, weights.shape[:2])
-    return torch.bmm(weights, rows)
+    """q [B, n, H, D] -> [B, n', H, D] with n' * H a multiple of the rows that keep bits stable; added queries are zeros."""
+    num = padded_rows(q.shape[1], ROW_MULTIPLE // math.gcd(q.shape[2], ROW_MULTIPLE))
+    return q if num == q.shape[1] else torch.cat([q, q.new_zeros(q.shape[0], num - q.shape[1], *q.shape[2:])], dim=1)
 
 
 def _attend_scopes(q: Tensor, scopes: list[tuple[Tensor, Tensor]], sink: Tensor) -> Tensor:
-    """q [n, H, D] scaled, scopes (rows, bias), sink [H] -> [n, H, D]: one softmax over all scopes and the sink."""
-    weights = torch.cat([_scores(q, rows, bias) for rows, bias in scopes], dim=-1)
-    peak = weights.amax(-1, keepdim=True).clamp_(min=_LOWEST)
-    weights.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True).add_(torch.exp(sink[:, None] - peak)).clamp_(min=1e-30)
+    """q [B, n, H, D] scaled, scopes of (rows [B, N, D], bias [B, n, N]), sink [H] -> [B, n, H, D]: one softmax over all."""
+    batch, count, heads, dim = q.shape
+    flat = _pad_queries(q).flatten(1, 2)  # [B, n' * H, D]
+    weights = torch.cat([torch.bmm(flat, rows.transpose(1, 2)) for rows, _ in scopes], dim=-1)
+    scores = weights.view(batch, -1, heads, weights.shape[-1])
+    scores[:, :count] += torch.cat([bias for _, bias in scopes], dim=-1)[:, :, None]
+    peak = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+    scores.sub_(peak).exp_()
+    total = scores.sum(-1, keepdim=True).add_(torch.exp(sink[:, None] - peak)).clamp_(min=1e-30)
     out, column = None, 0
     for rows, _ in scopes:
-        part = _weighted(weights[..., column : column + rows.shape[-2]], rows)
+        part = torch.bmm(weights[..., column : column + rows.shape[1]], rows)
         out = part if out is None else out.add_(part)
-        column += rows.shape[-2]
+        column += rows.shape[1]
     assert out is not None
-    return out.div_(total)
-
-
-class _Entries:
-    """The entries of one sequence, read once and served tile by tile."""
-
-    def __init__(self, scope: EntryScope, sequence: int, sequences: Sequences) -> None:
-        self.scope = scope
-        self.table = sequences.tables[sequence]
-        stop = sequences.stops[sequence]
-        self.count = stop // scope.ratio
-        columns = _entry_columns((stop - 1) // TILE, scope.ratio)
-        queries = stop - sequences.starts[sequence]
-        few = scope.selected is not None and queries * scope.selected.shape[1] < self.count
-        self.rows: Tensor | None = None
-        if self._is_dense(columns) or not few:
-            self.rows = scope.log.read_first(self.table, self.count)
-            self.rows = torch.cat([self.rows, self.rows.new_zeros(columns - self.count, self.rows.shape[1])])
-
-    def _is_dense(self, columns: int) -> bool:
-        """Whether a tile masks all entries; it depends on the tile alone."""
-        return self.scope.selected is None or columns <= max(DENSE_ENTRIES, 2 * self.scope.selected.shape[1])
-
-    def of_tile(self, tile: Tile, position: int, num: int) -> tuple[Tensor, Tensor]:
-        """(rows, bias) for the tile's queries, the first at `position`, padded to `num` queries."""
-        columns = _entry_columns(tile.index, self.scope.ratio)
-        if self.scope.selected is None:
-            assert self.rows is not None
-            return self.rows[:columns], _entry_bias(position, tile.count, self.scope.ratio, columns)
-        selected = self.scope.selected[tile.row : tile.row + tile.count]
-        if self._is_dense(columns):
-            assert self.rows is not None
-            return self.rows[:columns], _selected_bias(selected, columns)
-        wanted = selected.clamp(min=0)
-        if self.rows is not None:
-            rows = self.rows[wanted]
-        else:
-            rows = self.scope.log.read(*self.scope.log.page_and_row(self.table, wanted.flatten())).unflatten(0, wanted.shape)
-        if num != tile.count:
-            rows = torch.cat([rows, rows.new_zeros(num - tile.count, *rows.shape[1:])])
-        return rows, torch.where(selected < 0, -torch.inf, 0.0)
+    return out.view(batch, -1, heads, dim)[:, :count].div_(total[:, :count])
 
 
 def attend(
@@ -164,19 +98,122 @@ def attend(
     Returns  [T, H, D] fp32; rows of padding are zeros.
     """
     out = torch.zeros_like(q)
-    scaled = q * scale
-    back = -(-(size - 1) // TILE)
-    sequence, base, rows, near = -1, 0, fresh, None
+    task = _Task(q * scale, fresh, window, size, -(-(size - 1) // TILE), entries, sink, sequences, out)
+    alike: dict[int, list[Tile]] = {}
     for tile in sequences.tiles:
-        if tile.sequence != sequence:
-            sequence = tile.sequence
-            base, rows = _window_rows(sequence, fresh, window, size, back, sequences)
-            near = None if entries is None else _Entries(entries, sequence, sequences)
-        position = sequences.starts[sequence] + tile.row - sequences.first_rows[sequence]
-        own = _pad_queries(scaled[tile.row : tile.row + tile.count])
-        first = (tile.index - back) * TILE - base
-        scopes = [(rows[first : first + (back + 1) * TILE], _window_bias(position, tile.count, size, back))]
-        if near is not None:
-            scopes.append(near.of_tile(tile, position, own.shape[0]))
-        out[tile.row : tile.row + tile.count] = _attend_scopes(own, scopes, sink)[: tile.count]
+        if sequences.stops[tile.sequence] - sequences.starts[tile.sequence] == 1:
+            columns = 0 if entries is None else entry_columns(tile.index, entries.ratio)
+            alike.setdefault(columns, []).append(tile)
+        elif sequences.first_rows[tile.sequence] == tile.row:
+            task.attend_sequence([other for other in sequences.tiles if other.sequence == tile.sequence])
+    for columns, tiles in alike.items():
+        task.attend_single(tiles, columns)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The arguments of one `attend`, with `q` scaled and the output to fill; `back` = tiles of window before a query's own."""
+
+    q: Tensor
+    fresh: Tensor
+    window: Store
+    size: int
+    back: int
+    entries: EntryScope | None
+    sink: Tensor
+    sequences: Sequences
+    out: Tensor
+
+    def attend_sequence(self, tiles: list[Tile]) -> None:
+        """All tiles of one sequence, one after another; its past is read once."""
+        sequences, sequence = self.sequences, tiles[0].sequence
+        base, rows = self._window_rows(sequence)
+        known = None if self.entries is None else self._entry_rows(self.entries, sequence)
+        for tile in tiles:
+            own = slice(tile.row, tile.row + tile.count)
+            position = sequences.starts[sequence] + tile.row - sequences.first_rows[sequence]
+            first = (tile.index - self.back) * TILE - base
+            near = rows[None, first : first + (self.back + 1) * TILE]
+            bias = _window_bias(position, tile.count, self.size, self.back)[None]
+            if self.entries is None or known is None:
+                self.out[own] = _attend_scopes(self.q[None, own], [(near, bias)], self.sink)[0]
+                continue
+            columns = entry_columns(tile.index, self.entries.ratio)
+            if self.entries.selected is None:
+                far = (known[None, :columns], _entry_bias(position, tile.count, self.entries.ratio, columns)[None])
+            elif self.entries.is_dense(columns):
+                far = (known[None, :columns], _selected_bias(self.entries.selected[own], columns)[None])
+            else:
+                selected = self.entries.selected[own]
+                far = (known[selected.clamp(min=0)], torch.where(selected < 0, -torch.inf, 0.0)[:, None])
+                scopes = [(near.expand(tile.count, -1, -1), bias.transpose(0, 1)), far]
+                self.out[own] = _attend_scopes(self.q[own, None], scopes, self.sink)[:, 0]
+                continue
+            self.out[own] = _attend_scopes(self.q[None, own], [(near, bias), far], self.sink)[0]
+
+    def attend_single(self, tiles: list[Tile], columns: int) -> None:
+        """One query of each of several sequences, all with the same number of entry columns."""
+        sequences = self.sequences
+        owners = torch.tensor([tile.sequence for tile in tiles])
+        own = torch.tensor([tile.row for tile in tiles])
+        positions = tuple(sequences.starts[tile.sequence] for tile in tiles)
+        rows, where, at, bias = _single_window(positions, self.size, self.back, self.window.rows_per_page)
+        pages = sequences.slots[owners, self.window.slot_column][:, None].expand(where.shape)
+        near = self.window.read(pages.flatten(), where.flatten()).unflatten(0, where.shape)
+        near[rows] = 0  # columns that nobody sees may hold anything
+        near[torch.arange(len(tiles)), at] = self.fresh[own]
+        scopes = [(near, bias)]
+        if self.entries is not None:
+            scopes.append(self._single_entries(self.entries, owners, own, positions, columns))
+        self.out[own] = _attend_scopes(self.q[own, None], scopes, self.sink)[:, 0]
+
+    def _single_entries(
+        self, entries: EntryScope, owners: Tensor, own: Tensor, positions: tuple[int, ...], columns: int
+    ) -> tuple[Tensor, Tensor]:
+        """(rows [B, N, D], bias [B, 1, N]) of the entries of B sequences with one query each."""
+        tables = self.sequences.tables[owners]
+        if not entries.is_dense(columns):
+            assert entries.selected is not None
+            selected = entries.selected[own]
+            wanted = selected.clamp(min=0)
+            pages = tables.gather(1, wanted // entries.log.rows_per_page)
+            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten())
+            return rows.unflatten(0, wanted.shape), torch.where(selected < 0, -torch.inf, 0.0)[:, None]
+        counts = tuple((position + 1) // entries.ratio for position in positions)
+        rows = entries.log.read_logs(tables, counts, columns)
+        if entries.selected is not None:
+            return rows, _selected_bias(entries.selected[own], columns)[:, None]
+        return rows, torch.stack([_entry_bias(position, 1, entries.ratio, columns) for position in positions])
+
+    def _window_rows(self, sequence: int) -> tuple[int, Tensor]:
+        """First position and rows [n, D] of the window columns of all tiles of a sequence; zeros where nothing is visible."""
+        sequences, window = self.sequences, self.window
+        start, stop = sequences.starts[sequence], sequences.stops[sequence]
+        base = (start // TILE - self.back) * TILE
+        rows = torch.zeros(((stop - 1) // TILE + 1) * TILE - base, self.fresh.shape[1])
+        oldest = max(0, start - self.size + 1)
+        if oldest < start:
+            ring = torch.arange(oldest, start) % window.rows_per_page
+            pages = sequences.slots[sequence, window.slot_column].expand(start - oldest)
+            rows[oldest - base : start - base] = window.read(pages, ring)
+        rows[start - base : stop - base] = self.fresh[sequences.rows_of(sequence)]
+        return base, rows
+
+    def _entry_rows(self, entries: EntryScope, sequence: int) -> Tensor:
+        """Every entry of one sequence, [columns of its last tile, D], zeros beyond the last."""
+        stop = self.sequences.stops[sequence]
+        columns = entry_columns((stop - 1) // TILE, entries.ratio)
+        return entries.log.read_logs(self.sequences.tables[sequence : sequence + 1], (stop // entries.ratio,), columns)[0]
+
+
+@lru_cache(maxsize=8)
+def _single_window(positions: tuple[int, ...], size: int, back: int, ring: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+    """For one query at each position: columns that hold nothing visible (indices), ring rows [B, N], own column [B], bias [B, 1, N]."""
+    at = torch.tensor(positions)
+    base = (at // TILE - back) * TILE
+    column = base[:, None] + torch.arange((back + 1) * TILE)
+    older = (column < at[:, None]) & (column > at[:, None] - size) & (column >= 0)
+    bias = torch.stack([_window_bias(position, 1, size, back) for position in positions])
+    row, col = (~older).nonzero(as_tuple=True)
+    return (row, col), torch.where(older, column % ring, 0), at - base, bias

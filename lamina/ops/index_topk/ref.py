@@ -6,30 +6,29 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
-from lamina.ops.sequences import TILE, Sequences
+from lamina.ops.sequences import TILE, Sequences, Tile, entry_columns
 from lamina.ops.store import Store
 
 
-def _padded_entries(tile: int, ratio: int) -> int:
-    """Columns for the queries of a tile: the entries that its last position sees, in whole multiples of 64."""
-    return -(-((tile + 1) * TILE // ratio) // 64) * 64
-
-
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """queries [n, Hi, d], weights [n, Hi], keys [N, d] -> [n, N]: the heads' clipped products, weighted and summed."""
-    num, heads, _ = queries.shape
-    products = torch.nn.functional.linear(queries.flatten(0, 1), keys).unflatten(0, (num, heads))
-    return products.clamp_(min=0).mul_(weights[:, :, None]).sum(1)
+    """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: the heads' clipped products, weighted and summed."""
+    batch, count, heads, dim = queries.shape
+    num = padded_rows(count, ROW_MULTIPLE // math.gcd(heads, ROW_MULTIPLE))
+    if num != count:
+        queries = torch.cat([queries, queries.new_zeros(batch, num - count, heads, dim)], dim=1)
+    products = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).unflatten(1, (num, heads))[:, :count]
+    return products.clamp_(min=0).mul_(weights[..., None]).sum(2)
 
 
 def _select(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """scores [n, N], visible [n] entries -> [n, top_k] the best, ascending, -1 last; ties go to the lowest entry."""
     columns = torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill_(columns >= visible[:, None], -torch.inf)
+    is_visible = columns < visible[:, None]
+    scores = scores.masked_fill_(~is_visible, -torch.inf)
     kth = scores.topk(top_k, dim=-1).values[:, -1:]
-    above, ties = scores > kth, scores == kth
+    above, ties = scores > kth, (scores == kth) & is_visible
     room = top_k - above.sum(-1, keepdim=True)
-    chosen = above | (ties & (ties.cumsum(-1) <= room) & (columns < visible[:, None]))
+    chosen = above | (ties & (ties.cumsum(-1) <= room))
     row, column = chosen.nonzero(as_tuple=True)
     rank = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     selected = torch.full((scores.shape[0], top_k), -1, dtype=torch.int64, device=scores.device)
@@ -45,27 +44,29 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
     """
     if not sequences.stops or max(sequences.stops) // ratio <= top_k:
         return None
-    device = queries.device
     visible = (sequences.positions + 1) // ratio
-    every = torch.arange(top_k, device=device)
+    every = torch.arange(top_k, device=queries.device)
     selected = torch.where(every < visible[:, None], every, -1)
-    heads = queries.shape[1]
+    alike: dict[int, list[Tile]] = {}
     decoded: dict[int, Tensor] = {}
     for tile in sequences.tiles:
-        last = sequences.starts[tile.sequence] + tile.row + tile.count - sequences.first_rows[tile.sequence]
-        if last // ratio <= top_k:
+        start, stop, first = sequences.starts[tile.sequence], sequences.stops[tile.sequence], sequences.first_rows[tile.sequence]
+        if (start + tile.row + tile.count - first) // ratio <= top_k:
+            continue
+        columns = entry_columns(tile.index, ratio)
+        if stop - start == 1:
+            alike.setdefault(columns, []).append(tile)
             continue
         if tile.sequence not in decoded:
-            total = sequences.stops[tile.sequence] // ratio
-            buffer = torch.zeros(_padded_entries((sequences.stops[tile.sequence] - 1) // TILE, ratio), queries.shape[2], device=device)
-            buffer[:total] = keys.read_first(sequences.tables[tile.sequence], total)
-            decoded[tile.sequence] = buffer
-        num = padded_rows(tile.count, ROW_MULTIPLE // math.gcd(heads, ROW_MULTIPLE))
+            tables = sequences.tables[tile.sequence : tile.sequence + 1]
+            decoded[tile.sequence] = keys.read_logs(tables, (stop // ratio,), entry_columns((stop - 1) // TILE, ratio))
         own = slice(tile.row, tile.row + tile.count)
-        q = queries.new_zeros(num, heads, queries.shape[2])
-        q[: tile.count] = queries[own]
-        w = weights.new_zeros(num, heads)
-        w[: tile.count] = weights[own]
-        scores = _scores(q, w, decoded[tile.sequence][: _padded_entries(tile.index, ratio)])
-        selected[own] = _select(scores[: tile.count], visible[own], top_k)
+        scores = _scores(queries[None, own], weights[None, own], decoded[tile.sequence][:, :columns])[0]
+        selected[own] = _select(scores, visible[own], top_k)
+    for columns, tiles in alike.items():  # one query each: the same products, batched
+        own = torch.tensor([tile.row for tile in tiles])
+        tables = sequences.tables[[tile.sequence for tile in tiles]]
+        counts = tuple(sequences.stops[tile.sequence] // ratio for tile in tiles)
+        scores = _scores(queries[own, None], weights[own, None], keys.read_logs(tables, counts, columns))[:, 0]
+        selected[own] = _select(scores, visible[own], top_k)
     return selected

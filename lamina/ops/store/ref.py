@@ -129,6 +129,8 @@ class IndexCodec:
 def attention_codec(cache_format: str, width: int, rope: int) -> EntryCodec:
     """The codec of `cache_format` fp8 | bf16 | fp32 for entries of `width` dims, the last `rope` of them rotated."""
     if cache_format == "fp8":
+        if rope >= width:
+            raise ConfigError("cache_format", cache_format, f"bf16 or fp32 where all {width} dims of an entry are rotated")
         return AttentionCodec(width, rope)
     if cache_format in ("bf16", "fp32"):
         return StateCodec(width, cache_format)
@@ -167,10 +169,16 @@ class Store:
         """fp32 [N, width] at (pages [N], rows [N])."""
         return self.codec.decode(tuple(view[pages, rows] for view in self.views))
 
-    def read_first(self, table: Tensor, num_rows: int) -> Tensor:
-        """fp32 [num_rows, width]: rows 0 .. num_rows of the log whose blocks lie in the pages of `table`."""
-        blocks = table[: -(-num_rows // self.rows_per_page)]
-        return self.codec.decode(tuple(view[blocks].flatten(0, 1)[:num_rows] for view in self.views))
+    def read_logs(self, tables: Tensor, counts: tuple[int, ...], columns: int) -> Tensor:
+        """fp32 [R, columns, width]: the first rows of R logs with block tables [R, blocks]; zeros from counts[r] on."""
+        blocks = tables[:, : -(-columns // self.rows_per_page)]
+        found = tuple(view[blocks].flatten(1, 2)[:, :columns] for view in self.views)
+        rows = self.codec.decode(tuple(part.flatten(0, 1) for part in found)).unflatten(0, found[0].shape[:2])
+        if rows.shape[1] < columns:
+            rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1], rows.shape[2])], dim=1)
+        for row, count in zip(rows, counts, strict=True):
+            row[count:] = 0  # whatever lies there: a block's unused rows, or the padding of the table
+        return rows
 
     def page_and_row(self, table: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Where log entries [N] (numbers from 0) of the request with block table `table` lie."""
