@@ -23,7 +23,8 @@ Start here:
   lamina tiny /tmp/model                        write that tiny model
   lamina generate --model /tmp/model --prompt "Hello" --memory
 
-`lamina COMMAND --help` explains a command. Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
+`lamina COMMAND --help` explains a command.
+Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 """
 
 

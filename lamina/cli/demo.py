@@ -17,9 +17,10 @@ from lamina.models.tiny import write_tiny
 
 HELP = "make a tiny model, generate from two prompts and show what every byte was for"
 DESCRIPTION = """\
-Makes a tiny checkpoint in the official layout, loads it, and generates from two prompts at once: a short one, and one of
-about 1,500 tokens (cli/demo_prompt.txt in the package). Then prints one table: tokens, speed, and for each memory the
-bytes that the plan predicts and the bytes really held. Exits with 1 if they differ.
+Makes a tiny checkpoint in the official layout, loads it, and generates from two prompts at once:
+a short one, and one of about 1,500 tokens (lamina/cli/demo_prompt.txt). Then prints one table:
+tokens, speed, and for each memory the bytes that the plan predicts and the bytes really held.
+Exits with 1 if they differ.
 """
 EPILOG = """\
 Example:
@@ -34,7 +35,10 @@ _CACHE_BYTES = "64MiB"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument_group("the model").add_argument(
-        "--keep", type=Path, metavar="DIR", help="write the checkpoint to DIR, new or empty, and leave it there (default: a temporary one)"
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="write the checkpoint to DIR, new or empty, and leave it there (default: a temporary one)",
     )
     add_common(parser)
 
@@ -43,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the demo; 1 if a predicted figure is not the one that was counted."""
     make_printable(sys.stdout)
     with _directory(args.keep) as directory:
-        print(f"Making a tiny checkpoint (official layout and number formats, seed {_SEED})" + (f" in {directory}" if args.keep else ""))
+        where = f" in {directory}" if args.keep else ""
+        print(f"Making a tiny checkpoint{where} (official layout and number formats, seed {_SEED}).")
         sys.stdout.flush()
         write_tiny(directory, seed=_SEED)
         engine, load_s = load(EngineConfig(str(directory), cache_bytes=_CACHE_BYTES), args.quiet)

@@ -18,8 +18,8 @@ from lamina.cli.serve import Served, load, make_printable, serve
 
 HELP = "generate text from one or more prompts"
 DESCRIPTION = """\
-Generates from all prompts together. Text streams to stdout as it comes: the first unfinished output live, the others
-one after the other behind it, under a heading each if there are several.
+Generates from all prompts together. Text streams to stdout as it comes: the first unfinished
+output live, the others one after the other behind it, under a heading each if there are several.
 """
 EPILOG = """\
 Examples:
@@ -32,13 +32,18 @@ Examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument_group("model").add_argument(
-        "--model", required=True, metavar="DIR", help="a checkpoint: config.json, *.safetensors, tokenizer.json; or a hub id org/name"
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a checkpoint: config.json, *.safetensors, tokenizer.json; or a hub id org/name",
     )
     add_prompts(parser)
     add_sampling(parser)
     add_engine(parser)
     group = parser.add_argument_group("output (stdout)")
-    group.add_argument("--memory", action="store_true", help="then a table: for each memory the bytes predicted, held and written")
+    group.add_argument(
+        "--memory", action="store_true", help="then a table: for each memory the bytes predicted, held and written"
+    )
     group.add_argument("--json", action="store_true", help="one JSON object with everything, and nothing else")
     group.add_argument("--no-stream", action="store_true", help="print each output when all are done")
     add_common(parser)

@@ -35,9 +35,12 @@ class _AppendPrompt(argparse.Action):
     """Collects the three kinds of prompts in one list, in the order of the command line."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str | Sequence[object] | None,
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = GivenPrompt((option_string or self.dest).lstrip("-"), str(values))
         namespace.prompts = [*(namespace.prompts or []), given]
 
@@ -53,61 +56,135 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 def add_prompts(parser: argparse.ArgumentParser) -> None:
     """The options that name prompts; at least one must be given."""
     group = parser.add_argument_group("prompts (repeat and mix them; they are served together)")
-    group.add_argument("--prompt", action=_AppendPrompt, dest="prompts", metavar="TEXT", help="a text, as it is: no chat template")
-    group.add_argument("--prompt-file", action=_AppendPrompt, dest="prompts", metavar="FILE",
-                       help="a UTF-8 file with one prompt, its newlines kept; - reads stdin")  # fmt: skip
-    group.add_argument("--prompt-ids", action=_AppendPrompt, dest="prompts", metavar="IDS",
-                       help='token ids, such as "17,4,256"; all there is without a tokenizer.json')  # fmt: skip
+    group.add_argument(
+        "--prompt", action=_AppendPrompt, dest="prompts", metavar="TEXT", help="a text, as it is: no chat template"
+    )
+    group.add_argument(
+        "--prompt-file",
+        action=_AppendPrompt,
+        dest="prompts",
+        metavar="FILE",
+        help="a UTF-8 file with one prompt, its newlines kept; - reads stdin",
+    )
+    group.add_argument(
+        "--prompt-ids",
+        action=_AppendPrompt,
+        dest="prompts",
+        metavar="IDS",
+        help='token ids, such as "17,4,256"; all there is without a tokenizer.json',
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """The options of SamplingParams."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N", help=f"most tokens of an output (default {_MAX_TOKENS})")
+    group.add_argument(
+        "--max-tokens", type=int, default=_MAX_TOKENS, metavar="N", help=f"most tokens of an output (default {_MAX_TOKENS})"
+    )
     group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the most likely token (default 1.0)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="fewest tokens that reach this probability (default 1.0: all)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="fewest tokens that reach this probability (default 1.0: all)"
+    )
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens (default 0: all)")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P",
-                       help="no tokens below this share of the most likely one's probability (default 0.0)")  # fmt: skip
-    group.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable, whatever it is batched with (default: a new one)")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="no tokens below this share of the most likely one's probability (default 0.0)",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="makes the answer repeatable, whatever it is batched with (default: a new one)"
+    )
     group.add_argument("--n", type=int, default=1, metavar="N", help="outputs of each prompt (default 1)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an output before this text; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    group.add_argument("--logprobs", type=int, metavar="K",
-                       help="report each token's log-probability and the K most likely ones (default: none)")  # fmt: skip
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="report each token's log-probability and the K most likely ones (default: none)"
+    )
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options of EngineConfig."""
     group = parser.add_argument_group("memory and computing")
-    group.add_argument("--cache-bytes", default="1GiB", metavar="SIZE",
-                       help="memory for what requests remember: 8GiB, 512MiB, 1048576 (default 1GiB)")  # fmt: skip
-    group.add_argument("--cache-format", choices=CACHE_FORMATS, default="fp8", help=f"attention entries: {', '.join(CACHE_FORMATS)} (default fp8)")
-    group.add_argument("--index-format", choices=INDEX_FORMATS, default="fp4", help=f"index keys: {', '.join(INDEX_FORMATS)} (default fp4)")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="activations are rounded to: fp32, bf16 (default auto: fp32 on a CPU)")
-    group.add_argument("--max-step-tokens", type=int, default=1024, metavar="N",
-                       help="most tokens computed in one step; longer prompts are cut (default 1024)")  # fmt: skip
-    group.add_argument("--max-model-len", type=int, metavar="N",
-                       help="most tokens of a request, output included (default: the model's limit, or what the memory holds)")  # fmt: skip
-    group.add_argument("--deterministic", choices=tuple(_DETERMINISTIC), default="strict",
-                       help="strict: the same bits whatever else runs and however a prompt is cut; false: bits may depend on the "
-                       "batch (default strict)")  # fmt: skip
+    group.add_argument(
+        "--cache-bytes",
+        default="1GiB",
+        metavar="SIZE",
+        help="memory for what requests remember: 8GiB, 512MiB, 1048576 (default 1GiB)",
+    )
+    group.add_argument(
+        "--cache-format",
+        choices=CACHE_FORMATS,
+        default="fp8",
+        metavar="FORMAT",
+        help=f"attention entries: {', '.join(CACHE_FORMATS)} (default fp8)",
+    )
+    group.add_argument(
+        "--index-format",
+        choices=INDEX_FORMATS,
+        default="fp4",
+        metavar="FORMAT",
+        help=f"index keys: {', '.join(INDEX_FORMATS)} (default fp4)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        metavar="TYPE",
+        help="activations are rounded to: fp32, bf16, auto (default auto: fp32 on a CPU)",
+    )
+    group.add_argument(
+        "--max-step-tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most tokens computed in one step; longer prompts are cut (default 1024)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of a request, output included (default: the model's limit, or what the memory holds)",
+    )
+    group.add_argument(
+        "--deterministic",
+        choices=tuple(_DETERMINISTIC),
+        default="strict",
+        metavar="MODE",
+        help="strict: the same bits whatever else runs and however a prompt is cut; true: the same on a CPU; "
+        "false: bits may depend on the batch (default strict)",
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling that the options ask for. Raises ConfigError."""
     return SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
-        n=args.n, stop=args.stop, ignore_eos=args.ignore_eos, logprobs=args.logprobs,
-    )  # fmt: skip
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        n=args.n,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The settings that the options ask for. Raises ConfigError."""
     return EngineConfig(
-        model=args.model, dtype=args.dtype, cache_format=args.cache_format, index_format=args.index_format, cache_bytes=args.cache_bytes,
-        max_step_tokens=args.max_step_tokens, max_model_len=args.max_model_len, deterministic=_DETERMINISTIC[args.deterministic],
-    )  # fmt: skip
+        model=args.model,
+        dtype=args.dtype,
+        cache_format=args.cache_format,
+        index_format=args.index_format,
+        cache_bytes=args.cache_bytes,
+        max_step_tokens=args.max_step_tokens,
+        max_model_len=args.max_model_len,
+        deterministic=_DETERMINISTIC[args.deterministic],
+    )
 
 
 def read_prompts(given: Sequence[GivenPrompt]) -> list[Prompt]:

@@ -38,9 +38,11 @@ def table(served: Served, out: TextIO) -> None:
         grid.add_section()
         pages = memory.held_pages
         grid.add_row(
-            f"pool in use: {pages} pages", f"{memory.predicted_pages * memory.page_bytes:,}", f"{pages * memory.page_bytes:,}",
+            f"pool in use: {pages} pages",
+            f"{memory.predicted_pages * memory.page_bytes:,}",
+            f"{pages * memory.page_bytes:,}",
             f"{sum(line.written for line in memory.lines):,}",
-        )  # fmt: skip
+        )
     console.print(grid)
     if cached:
         console.print(f"{cached:,} of the tokens in were not computed: they were reused.", soft_wrap=True)
@@ -52,11 +54,13 @@ def moment(memory: MemoryReport | None) -> str:
     if memory is None:
         return "No step was computed, so there is no memory to show."
     lengths = " and ".join(f"{position:,}" for position in memory.positions)
-    ended = f", {memory.num_ended} ended or waiting" if memory.num_ended else ""
+    frozen = " and ".join(f"{position:,}" for position in memory.checkpoints) or "none"
+    ended = f"; {memory.num_ended} had ended or waited" if memory.num_ended else ""
     text = (
-        f"Moment: the last step in which running requests held the most pages ({lengths} tokens in; checkpoints at "
-        f"{' and '.join(f'{position:,}' for position in memory.checkpoints) or 'none'}{ended}). Predicted from the layout and these "
-        f"lengths alone; held = pages that have a holder x {memory.page_bytes:,} B; written = by the store ops in the whole run.\n"
+        f"Moment: the last step in which running requests held the most pages ({lengths} tokens; checkpoints at {frozen}"
+        f"{ended}). "
+        "Predicted from the layout and these lengths alone; "
+        f"held = pages that have a holder x {memory.page_bytes:,} B; written = by the store ops in the whole run.\n"
     )
     if memory.is_equal:
         return text + "predicted = held: yes"
@@ -103,12 +107,19 @@ def to_json(served: Served, model: str) -> str:
             "completion_tokens": sum(one.completion_tokens for one in usage),
         },
         "timings": {
-            "load_s": served.load_s, "first_token_s": served.first_token_s, "total_s": served.total_s, "steps": speed.steps,
-            "prefill_tokens": speed.prefill_tokens, "prefill_s": speed.prefill_s, "prefill_tokens_per_s": speed.prefill_rate,
-            "decode_tokens": speed.decode_tokens, "decode_s": speed.decode_s, "decode_tokens_per_s": speed.decode_rate,
+            "load_s": served.load_s,
+            "first_token_s": served.first_token_s,
+            "total_s": served.total_s,
+            "steps": speed.steps,
+            "prefill_tokens": speed.prefill_tokens,
+            "prefill_s": speed.prefill_s,
+            "prefill_tokens_per_s": speed.prefill_rate,
+            "decode_tokens": speed.decode_tokens,
+            "decode_s": speed.decode_s,
+            "decode_tokens_per_s": speed.decode_rate,
         },
         "memory": None if served.memory is None else _memory(served.memory),
-    }  # fmt: skip
+    }
     return msgspec.json.encode(whole).decode()
 
 
@@ -118,26 +129,34 @@ def _prompt(output: RequestOutput) -> dict[str, object]:
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [
             {
-                "index": one.index, "text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason,
-                "stop_reason": one.stop_reason, "cumulative_logprob": _finite(one.cumulative_logprob),
+                "index": one.index,
+                "text": one.text,
+                "token_ids": one.token_ids,
+                "finish_reason": one.finish_reason,
+                "stop_reason": one.stop_reason,
+                "cumulative_logprob": _finite(one.cumulative_logprob),
                 "logprobs": None if one.logprobs is None else [_logprobs(found) for found in one.logprobs],
             }
             for one in output.outputs
         ],
         "usage": output.usage,
-    }  # fmt: skip
+    }
 
 
 def _logprobs(found: dict[int, Logprob]) -> dict[str, dict[str, object]]:
     return {
-        str(token): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token} for token, one in found.items()
+        str(token): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token, one in found.items()
     }
 
 
 def _memory(memory: MemoryReport) -> dict[str, object]:
     return {
         "is_equal": memory.is_equal,
-        "rows": [{"name": x.name, "predicted_bytes": x.predicted, "held_bytes": x.held, "written_bytes": x.written} for x in memory.lines],
+        "rows": [
+            {"name": x.name, "predicted_bytes": x.predicted, "held_bytes": x.held, "written_bytes": x.written}
+            for x in memory.lines
+        ],
         "predicted_bytes": memory.predicted_pages * memory.page_bytes,
         "held_bytes": memory.held_pages * memory.page_bytes,
         "held_pages": memory.held_pages,

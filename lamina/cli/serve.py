@@ -78,7 +78,9 @@ def serve(
 
 def _labels(groups: Sequence[Group]) -> list[str]:
     return [
-        label(group.prompt_index, len(groups), child, len(group.requests), group.output.prompt, len(group.output.prompt_token_ids))
+        label(
+            group.prompt_index, len(groups), child, len(group.requests), group.output.prompt, len(group.output.prompt_token_ids)
+        )
         for group in groups
         for child in range(len(group.requests))
     ]

@@ -10,8 +10,9 @@ from lamina.models.tiny import FORMATS, SHAPES, write_tiny
 
 HELP = "write a tiny checkpoint with random weights"
 DESCRIPTION = """\
-Writes a complete tiny checkpoint: the tensor names, number formats and layer schedule of the shipped models, random
-weights (so its text is gibberish), and a tokenizer trained on Python's own help. The same seed gives the same files.
+Writes a complete tiny checkpoint: the tensor names, number formats and layer schedule of the
+shipped models, random weights (so its text is gibberish), and a tokenizer trained on Python's
+own help. The same seed gives the same weights on every machine.
 """
 EPILOG = """\
 Example:
@@ -23,11 +24,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="a new or an empty directory")
     group = parser.add_argument_group("the model")
-    group.add_argument("--shape", choices=tuple(SHAPES), default="flash",
-                       help="flash, pro: their two schedules of layers; bench: wider, for benchmarks (default flash)")  # fmt: skip
+    group.add_argument(
+        "--shape",
+        choices=tuple(SHAPES),
+        default="flash",
+        help="flash, pro: their two schedules of layers; bench: wider, for benchmarks (default flash)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights, 0 or more (default 0)")
-    group.add_argument("--format", choices=FORMATS, default="official",
-                       help="official: FP8 and packed FP4; transformers: the same numbers in BF16 and FP32 (default official)")  # fmt: skip
+    group.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="official",
+        help="official: FP8 and packed FP4; transformers: the same numbers in BF16 and FP32 (default official)",
+    )
     add_common(parser)
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from lamina.engine.engine import Engine
 from lamina.memory.lease import PageCounts
 from lamina.memory.plan import Held, Prediction, measured, predict
@@ -88,7 +86,6 @@ class WatchedRunner(Runner):
         super().__init__(runner.model, runner.arena, runner.rings, runner.device, runner.multiple > 1)
         self.on_computed = on_computed
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end."""
         result = super().execute(step)

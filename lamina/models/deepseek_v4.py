@@ -122,7 +122,7 @@ class Model:
     @property
     def product_shapes(self) -> tuple[tuple[int, int], ...]:
         """(in, out) of the products whose bits must not depend on the number of rows."""
-        weights = [self.head]
+        weights = [self.head, self.head_mixer.fn]
         for block in self.blocks:
             attention = block.attention.weights
             weights += [attention.w_in, attention.wq_b, *attention.wo_a, attention.wo_b, block.attention_mixer.fn]
@@ -181,25 +181,27 @@ class _Loader:
         config = self.config
         embed = rounded(self.take("embed.weight", (config.vocab_size, config.hidden_size)), self.dtype)
         blocks = tuple(self.block(layer) for layer in range(config.num_layers))
-        mixer = self.mixer("hc_head_", config.streams, 1)
+        mixer = self.mixer("hc_head_", (config.streams,))
         norm = self.take("norm.weight", (config.hidden_size,))
         head = self.take("head.weight", (config.vocab_size, config.hidden_size))
         return Model(config, self.dtype, embed, blocks, mixer, norm, head)
 
-    def mixer(self, prefix: str, rows: int, scales: int) -> Mixer:
-        config = self.config
+    def mixer(self, prefix: str, parts: tuple[int, ...]) -> Mixer:
+        """A mixer whose rows come in parts (pre, post, comb) with a scale each."""
+        config, rows = self.config, sum(parts)
         fn = self.take(prefix + "fn", (rows, config.streams * config.hidden_size))
-        base, scale = self.take(prefix + "base", (rows,)), self.take(prefix + "scale", (scales,))
+        base, scales = self.take(prefix + "base", (rows,)), self.take(prefix + "scale", (len(parts),))
+        scale = scales.repeat_interleave(torch.tensor(parts))
         return Mixer(fn, base, scale, config.sinkhorn_iterations, config.hyper_eps, config.norm_eps)
 
     def block(self, layer: int) -> Block:
         config, prefix = self.config, f"layers.{layer}."
-        rows = config.streams * (2 + config.streams)
+        parts = (config.streams, config.streams, config.streams**2)
         return Block(
-            attention_mixer=self.mixer(prefix + "hc_attn_", rows, 3),
+            attention_mixer=self.mixer(prefix + "hc_attn_", parts),
             attention_norm=self.take(prefix + "attn_norm.weight", (config.hidden_size,)),
             attention=self.attention(layer),
-            ffn_mixer=self.mixer(prefix + "hc_ffn_", rows, 3),
+            ffn_mixer=self.mixer(prefix + "hc_ffn_", parts),
             ffn_norm=self.take(prefix + "ffn_norm.weight", (config.hidden_size,)),
             ffn=self.ffn(layer),
             is_compressed=config.ratios[layer] > 0,

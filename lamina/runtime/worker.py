@@ -16,6 +16,7 @@ from lamina.models.registry import blueprint
 from lamina.ops.gemm import unstable_shapes
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
+from lamina.runtime.host_memory import keep_freed_memory
 from lamina.runtime.runner import Runner
 from lamina.schedule.step import Step, StepResult
 from lamina.weights.headers import read_config
@@ -47,6 +48,7 @@ class Worker:
     def load(self, on_tensor: Callable[[int, int], None] | None = None) -> None:
         """Allocates the arena and reads the weights. Raises CapacityError or WeightError."""
         device = torch.device("cpu")
+        keep_freed_memory()
         self.arena = DeviceArena(self.layout, self.num_pages, device)
 
         def make(spec: StoreSpec) -> Store:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,9 +11,9 @@ from lamina.ops.gemm import linear
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """Weights of one mixer over S streams of width D.
+    """Weights of one mixer over S streams of width D; rows in the order pre, post, comb (row-major [source, destination]).
 
-    fn [2S + S*S or S, S*D] fp32, rows in the order pre, post, comb (row-major [source, destination]).   base [rows].   scale [3 or 1].
+    fn [2S + S*S or S, S*D] fp32.   base [rows].   scale [rows], the mixer's three scales (or the head's one) repeated.
     """
 
     fn: Tensor
@@ -29,24 +30,41 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _mixes(streams: Tensor, mixer: Mixer) -> Tensor:
-    """[T, S, D] -> [T, rows]: the normed streams times fn; the norm is applied to the few outputs."""
+    """[T, S, D] -> [T, rows]: scaled and biased products of the normed streams; the norm is applied to the few outputs."""
     flat = streams.flatten(1).float()
-    return linear(flat, mixer.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + mixer.norm_eps)
+    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + mixer.norm_eps)
+    return linear(flat, mixer.fn) * norm * mixer.scale + mixer.base
+
+
+def _balanced(comb: Tensor, iterations: int, eps: float) -> Tensor:
+    """comb [T, S, S] positive -> the same after alternating column and row normalisations, ending on columns.
+
+    Tokens go last, so that each of the many small operations is one pass; on a CPU numpy runs them, whose calls cost less.
+    """
+    on_cpu = comb.device.type == "cpu"
+    c = comb.permute(1, 2, 0).contiguous()  # [S, S, T]
+    if on_cpu:
+        a, tiny = c.numpy(), np.float32(eps)
+        a /= np.add.reduce(a, axis=0, keepdims=True) + tiny
+        for _ in range(iterations - 1):
+            a /= np.add.reduce(a, axis=1, keepdims=True) + tiny
+            a /= np.add.reduce(a, axis=0, keepdims=True) + tiny
+    else:
+        c /= c.sum(0, keepdim=True) + eps
+        for _ in range(iterations - 1):
+            c /= c.sum(1, keepdim=True) + eps
+            c /= c.sum(0, keepdim=True) + eps
+    return c.permute(2, 0, 1)
 
 
 def hyper_pre(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
     """streams [T, S, D] -> (collapsed [T, D] in the streams' dtype, post [T, S] fp32, comb [T, S, S] fp32)."""
     num = streams.shape[1]
-    mixes, base, scale = _mixes(streams, mixer), mixer.base, mixer.scale
-    gates = _sigmoid(mixes[:, : 2 * num] * scale[:2].repeat_interleave(num) + base[: 2 * num])
-    pre, post = gates[:, :num] + mixer.eps, 2 * gates[:, num:]
-    comb = (mixes[:, 2 * num :] * scale[2] + base[2 * num :]).unflatten(-1, (num, num)).softmax(-1) + mixer.eps
-    comb /= comb.sum(-2, keepdim=True).add_(mixer.eps)
-    for _ in range(mixer.iterations - 1):
-        comb /= comb.sum(-1, keepdim=True).add_(mixer.eps)
-        comb /= comb.sum(-2, keepdim=True).add_(mixer.eps)
-    collapsed = (pre[:, :, None] * streams).sum(1)
-    return collapsed.to(streams.dtype), post, comb
+    mixes = _mixes(streams, mixer)
+    gates = _sigmoid(mixes[:, : 2 * num])
+    comb = mixes[:, 2 * num :].unflatten(-1, (num, num)).softmax(-1) + mixer.eps
+    collapsed = ((gates[:, :num, None] + mixer.eps) * streams).sum(1)
+    return collapsed.to(streams.dtype), 2 * gates[:, num:], _balanced(comb, mixer.iterations, mixer.eps)
 
 
 def hyper_post(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -57,5 +75,5 @@ def hyper_post(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> T
 
 def hyper_head(streams: Tensor, mixer: Mixer) -> Tensor:
     """streams [T, S, D] -> [T, D] in the streams' dtype."""
-    pre = _sigmoid(_mixes(streams, mixer) * mixer.scale + mixer.base) + mixer.eps
+    pre = _sigmoid(_mixes(streams, mixer)) + mixer.eps
     return (pre[:, :, None] * streams).sum(1).to(streams.dtype)

@@ -41,8 +41,8 @@ def rope_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., n] -> fp32 [..., n]."""
     x = x.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * weight
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+    return normed if weight is None else normed.mul_(weight)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
