@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from lamina.engine.engine import Engine
 from lamina.memory.lease import PageCounts
 from lamina.memory.plan import Held, Prediction, measured, predict
+from lamina.memory.prefix import Checkpoint, encode
 from lamina.runtime.runner import Runner
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.step import Slice, Step, StepResult
@@ -105,7 +106,7 @@ class Watch:
         self._counts_memory = counts_memory
         self._requests: dict[int, Request] = {}
         self._keys: dict[int, list[int]] = {}
-        self._kept: dict[int, tuple[int, int, int]] = {}
+        self._left_by: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
         self._last: tuple[int, int] = (0, 0)
         self._watching_s = 0.0
         self._most = 0
@@ -177,8 +178,9 @@ class Watch:
         if counts != self._counts:
             self._counts, self._held = counts, measured(self.engine.layout, ledger)
         running = list(self._running())
-        checkpoints = tuple(checkpoint.position for checkpoint in ledger.all_checkpoints())
-        self._moment = (running + self._ended(), checkpoints, len(running))
+        checkpoints = ledger.all_checkpoints()
+        positions = tuple(checkpoint.position for checkpoint in checkpoints)
+        self._moment = (running + self._ended(checkpoints), positions, len(running))
         self._evictions = ledger.evictions
 
     def _running(self) -> Iterator[Held]:
@@ -194,34 +196,35 @@ class Watch:
             self._seen.update(keys)
             yield Held(lease.position, shared_blocks=shared)
 
-    def _ended(self) -> list[Held]:
+    def _ended(self, checkpoints: tuple[Checkpoint, ...]) -> list[Held]:
         """What requests that ended or were preempted left for reuse, in whole blocks."""
         found = []
         size = self.engine.layout.block_tokens
+        open_pages = {page for lease in self.engine.ledger.leases for page in lease.blocks}
         for request in self._requests.values():
             if request.state is RequestState.RUNNING or not request.peak_position:
                 continue
-            full, open_key = self._left(request)
+            full, depth = self._left(request)
             keys = self._block_keys(request, full * size)
             shared = _leading(keys, self._seen)
             self._seen.update(keys)
-            if open_key and open_key not in self._seen:
-                self._seen.add(open_key)
+            tail = encode(request.tokens[full * size : depth])
+            kept = {c.open_page for c in checkpoints if c.position == depth and c.tail == tail} if tail else set()
+            if kept - open_pages:  # the open block is kept too, and is nobody else's
+                open_pages |= kept
                 full += 1
             found.append(Held(full * size, running=False, shared_blocks=shared))
         return found
 
     def _left(self, request: Request) -> tuple[int, int]:
-        """Full blocks of an ended request that are still stored, and a key of the open one if a checkpoint keeps it, else 0."""
+        """Full blocks of an ended request that are still stored, and the position of its deepest checkpoint."""
         ledger, size = self.engine.ledger, self.engine.layout.block_tokens
         end = request.peak_position
-        stamp = hash((ledger.evictions, end))
-        if request.id not in self._kept or self._kept[request.id][0] != stamp:
+        stamp = (ledger.evictions, end)
+        if request.id not in self._left_by or self._left_by[request.id][0] != stamp:
             hit = ledger.longest(request.tokens[:end], request.salt, limit=end)
-            full = min(hit.resident, end // size)
-            is_kept = hit.position > full * size and full == end // size
-            self._kept[request.id] = (stamp, full, hash(tuple(request.tokens[: hit.position])) | 1 if is_kept else 0)
-        return self._kept[request.id][1:]
+            self._left_by[request.id] = stamp, (min(hit.resident, end // size), hit.position)
+        return self._left_by[request.id][1]
 
     def _block_keys(self, request: Request, num_tokens: int) -> list[int]:
         """A key of each full block below `num_tokens`: equal where all tokens up to its end are."""

@@ -89,7 +89,7 @@ class CompressedAttention:
     dtype: torch.dtype
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, D], cos and sin [T, p] at the rows' positions -> [T, D]."""
+        """x [T, D], cos and sin [T, r] at the rows' positions -> [T, D]."""
         weights, stores = self.weights, self.stores
         parts = linear(x, weights.w_in).split(weights.splits, dim=-1)
         low = rounded(rms_norm(rounded(parts[0], self.dtype), weights.q_norm, self.eps), self.dtype)
@@ -126,8 +126,8 @@ class CompressedAttention:
             )
             if sequences.stops and max(sequences.stops) // self.ratio > indexer.top_k:
                 queries = rounded(linear(low, indexer.wq_b), self.dtype).unflatten(-1, (indexer.heads, -1))
-                tail = 2 * cos.shape[-1]
-                queries[..., -tail:] = rotate(queries[..., -tail:], cos[:, None], sin[:, None])
+                tail = queries[..., -cos.shape[-1] :]
+                tail.copy_(rotate(tail, cos[:, None], sin[:, None]))
                 codec = stores.index.codec
                 flat = codec.decode(codec.encode(queries.flatten(0, 1))).unflatten(0, queries.shape[:2])
                 scale = (queries.shape[-1] * indexer.heads) ** -0.5

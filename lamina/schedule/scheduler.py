@@ -39,6 +39,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_steps = 0
+        self._leases: dict[int, list[Lease]] = {}  # of each step in flight, one a slice
         self.late_results = 0
 
     @property
@@ -108,16 +109,18 @@ class Scheduler:
         if not slices and not samples and not before:
             return None
         self.num_steps += 1
+        by_id = {request.id: request.lease for request in self.running if request.lease is not None}
+        self._leases[self.num_steps] = [by_id[part.request_id] for part in slices]
         return Step(self.num_steps, before, tuple(slices), tuple(samples), after)
 
     def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
         """Books what a step gave: published blocks, new tokens, ended requests. Results of ended requests are counted and dropped."""
-        for part, logprobs in zip(step.slices, result.prompt_logprobs, strict=True):
+        for part, lease, logprobs in zip(step.slices, self._leases.pop(step.number), result.prompt_logprobs, strict=True):
+            self.ledger.commit(lease, part.tokens)  # an ended lease ignores it, a closing one ends with it
             request = requests.get(part.request_id)
-            if request is None or request.lease is None:
+            if request is None or request.lease is not lease:
                 self.late_results += 1
                 continue
-            self.ledger.commit(request.lease, part.tokens)
             request.prompt_logprobs.extend(logprobs)
             request.is_prompt_done = request.is_prompt_done or part.stop >= len(request.prompt)
         drawn = []
@@ -139,6 +142,7 @@ class Scheduler:
     def fail(self, step: Step, requests: dict[int, Request]) -> list[Request]:
         """A step that could not be executed: its requests end with "error", and nothing it should have written can be hit."""
         failed = []
+        self._leases.clear()
         for request_id in {part.request_id for part in step.slices} | {item.request_id for item in step.samples}:
             request = requests.get(request_id)
             if request is not None and request.state is not RequestState.FINISHED:
@@ -205,12 +209,16 @@ class Scheduler:
         lease = request.lease
         assert lease is not None
         while not self.ledger.extend(lease, count):
-            idle = (other for other in reversed(self.running) if other.id not in planned and not other.awaits_result)
-            victim = next(idle, request)
+            victim = next((other for other in reversed(self.running) if self._is_idle(other, planned)), request)
             self.preempt(victim)
             if victim is request:
                 return None
         return count
+
+    def _is_idle(self, request: Request, planned: set[int]) -> bool:
+        """Whether a request can be preempted now: no part of it is planned or in flight."""
+        lease = request.lease
+        return request.id not in planned and not request.awaits_result and lease is not None and lease.in_flight == 0
 
     def _take(
         self, request: Request, count: int, slices: list[Slice], samples: list[Sample], checkpoints: list[Lease]

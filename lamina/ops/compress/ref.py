@@ -45,10 +45,10 @@ def fold(state: Tensor, values: Tensor, gates: Tensor, groups: Groups) -> None:
         value, gate = values[rows], gates[rows]
         peak, total, weighted = state[:active].unbind(1)
         new_peak = torch.maximum(peak, gate)
-        keep, add = torch.exp(peak - new_peak), torch.exp(gate - new_peak)
-        state[:active, 1] = total * keep + add
-        state[:active, 2] = weighted * keep + add * value
-        state[:active, 0] = new_peak
+        keep, add = peak.sub_(new_peak).exp_(), gate.sub_(new_peak).exp_()
+        total.mul_(keep).add_(add)
+        weighted.mul_(keep).add_(value.mul_(add))
+        peak.copy_(new_peak)
 
 
 def _empty(groups: Groups, width: int, device: torch.device) -> Tensor:
@@ -78,18 +78,22 @@ def compress(compressor: Compressor, values: Tensor, gates: Tensor, sequences: S
     """
     groups = sequences.groups[compressor.ratio]
     width = compressor.norm.shape[0]
-    state = _empty(groups, width, values.device)
     if compressor.next is None:
+        state = _empty(groups, width, values.device)
         _load(state, groups.live, compressor.open, sequences.slots)
         fold(state, values, gates, groups)
     else:
-        ahead = _empty(groups, width, values.device)
+        both = _empty(groups, 2 * width, values.device)
+        ahead, state = both[..., :width], both[..., width:]
         _load(ahead, groups.live, compressor.next, sequences.slots)
-        fold(ahead, values[:, :width], gates[:, :width], groups)
         _load(state, groups.live, compressor.open, sequences.slots)
         _load(state, groups.carried, compressor.open, sequences.slots)
-        state[groups.after[0]] = ahead[groups.after[1]]
-        fold(state, values[:, width:], gates[:, width:], groups)
+        if groups.after[0].numel() == 0:
+            fold(both, values, gates, groups)
+        else:  # what a group gives to the next must be known before that one is folded
+            fold(ahead, values[:, :width], gates[:, :width], groups)
+            state[groups.after[0]] = ahead[groups.after[1]]
+            fold(state, values[:, width:], gates[:, width:], groups)
         _save(ahead, groups.ended, compressor.open, sequences.slots)
         _save(ahead, groups.open, compressor.next, sequences.slots)
     _save(state, groups.open, compressor.open, sequences.slots)

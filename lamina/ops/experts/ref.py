@@ -1,6 +1,7 @@
 """The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before the down product)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.ops.gemm import linear, padded_rows
@@ -12,9 +13,9 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tenso
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     # not F.silu: its vector body and scalar tail give different bits
-    act = gate / (1 + torch.exp(-gate)) * up
+    act = (gate / torch.exp(-gate).add_(1)).mul_(up)
     if weight is not None:
-        act = act * weight
+        act.mul_(weight)
     return linear(act.to(x.dtype), down)
 
 
@@ -33,10 +34,8 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
         if count == 0:
             continue
         mine = rows[start : start + count]
-        inputs = x.new_zeros(padded_rows(count), x.shape[1])
-        inputs[:count] = x[mine]
-        weight = share.new_zeros(inputs.shape[0], 1)
-        weight[:count, 0] = share[start : start + count]
-        out.index_add_(0, mine, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[:count])
+        spare = (0, 0, 0, padded_rows(count) - count)
+        weight = F.pad(share[start : start + count, None], spare)
+        out.index_add_(0, mine, swiglu(F.pad(x[mine], spare), gate_up[expert], down[expert], limit, weight)[:count])
         start += count
     return out

@@ -26,35 +26,39 @@ class Mixer:
 
 def _sigmoid(x: Tensor) -> Tensor:
     # not torch.sigmoid: its vector body and scalar tail give different bits
-    return 1 / (1 + torch.exp(-x))
+    return torch.exp(-x).add_(1).reciprocal_()
 
 
 def _mixes(streams: Tensor, mixer: Mixer) -> Tensor:
     """[T, S, D] -> [T, rows]: scaled and biased products of the normed streams; the norm is applied to the few outputs."""
     flat = streams.flatten(1).float()
-    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + mixer.norm_eps)
-    return linear(flat, mixer.fn) * norm * mixer.scale + mixer.base
+    norm = flat.square().sum(-1, keepdim=True).mul_(1 / flat.shape[-1]).add_(mixer.norm_eps).rsqrt_()
+    return linear(flat, mixer.fn).mul_(norm).mul_(mixer.scale).add_(mixer.base)
 
 
 def _balanced(comb: Tensor, iterations: int, eps: float) -> Tensor:
     """comb [T, S, S] positive -> the same after alternating column and row normalisations, ending on columns.
 
     Tokens go last, so that each of the many small operations is one pass; on a CPU numpy runs them, whose calls cost less.
+    An extra row and column of eps beside the matrices lets one sum do for "sum + eps".
     """
-    on_cpu = comb.device.type == "cpu"
-    c = comb.permute(1, 2, 0).contiguous()  # [S, S, T]
-    if on_cpu:
-        a, tiny = c.numpy(), np.float32(eps)
-        a /= np.add.reduce(a, axis=0, keepdims=True) + tiny
+    num = comb.shape[1]
+    framed = comb.new_full((num + 1, num + 1, comb.shape[0]), eps)  # [S + 1, S + 1, T]
+    matrix = framed[:num, :num]
+    matrix.copy_(comb.permute(1, 2, 0))
+    by_column, by_row = framed[:, :num], framed[:num]
+    if comb.device.type == "cpu":
+        a, columns, rows = matrix.numpy(), by_column.numpy(), by_row.numpy()
+        a /= np.add.reduce(columns, axis=0)
         for _ in range(iterations - 1):
-            a /= np.add.reduce(a, axis=1, keepdims=True) + tiny
-            a /= np.add.reduce(a, axis=0, keepdims=True) + tiny
+            a /= np.add.reduce(rows, axis=1, keepdims=True)
+            a /= np.add.reduce(columns, axis=0)
     else:
-        c /= c.sum(0, keepdim=True) + eps
+        matrix /= by_column.sum(0)
         for _ in range(iterations - 1):
-            c /= c.sum(1, keepdim=True) + eps
-            c /= c.sum(0, keepdim=True) + eps
-    return c.permute(2, 0, 1)
+            matrix /= by_row.sum(1, keepdim=True)
+            matrix /= by_column.sum(0)
+    return matrix.permute(2, 0, 1)
 
 
 def hyper_pre(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 rms_norm(x, weight, eps)               x * rsqrt(mean(x^2) + eps) * weight over the last dim, fp32 inside.
 inverse_frequencies(dim, theta, yarn)  [dim / 2] fp32; YaRN where asked, no attention-temperature factor.
-rope_tables(positions, inv_freq)       cos, sin [n, dim / 2] fp32.
-rotate(x, cos, sin, inverse)           interleaved pairs (2p, 2p+1) of the last dim, fp32.
+rope_tables(positions, inv_freq)       cos, sin [n, dim] fp32, a column for each dim.
+rotate(x, cos, sin)                    interleaved pairs (2p, 2p+1) of the last dim, fp32; -sin rotates back.
 query_norm_rope(q, cos, sin, eps)      per-head norm without weight, then rotation of the last dims.
 entry_norm_rope(x, weight, cos, sin, eps)  norm with weight, then rotation of the last dims: a key/value or an entry.
 unrotate(o, cos, sin)                  the attention output back by the query's own position.

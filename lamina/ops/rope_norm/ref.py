@@ -33,50 +33,50 @@ def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Ten
 
 
 def rope_tables(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [n] int, inv_freq [p] fp32 -> cos, sin [n, p] fp32. The angle is an fp32 product, as the weights were trained."""
+    """positions [n] int, inv_freq [p] fp32 -> cos, sin [n, 2p] fp32, a column for each dim; sin is negative at even dims.
+
+    The angle is an fp32 product, as the weights were trained.
+    """
     angles = positions.to(torch.float32)[:, None] * inv_freq
-    return angles.cos(), angles.sin()
+    sin = angles.sin()
+    return angles.cos().repeat_interleave(2, dim=-1), torch.stack([-sin, sin], dim=-1).flatten(-2)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., n] -> fp32 [..., n]."""
     x = x.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+    normed = x * x.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return normed if weight is None else normed.mul_(weight)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """x [..., 2p], cos and sin broadcastable to [..., p] -> fp32 [..., 2p]."""
-    pairs = x.float().unflatten(-1, (-1, 2))
-    a, b = pairs[..., 0], pairs[..., 1]
-    out = torch.empty_like(pairs)
-    if inverse:
-        out[..., 0] = a * cos + b * sin
-        out[..., 1] = b * cos - a * sin
-    else:
-        out[..., 0] = a * cos - b * sin
-        out[..., 1] = b * cos + a * sin
-    return out.flatten(-2)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., 2p], cos and sin (see rope_tables; -sin rotates back) broadcastable to it -> fp32 [..., 2p].
+
+    Pair p is dims (2p, 2p + 1): (a, b) -> (a cos - b sin, b cos + a sin).
+    """
+    x = x.float()
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos).add_(swapped.mul_(sin))
 
 
 def query_norm_rope(q: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """q [T, H, D], cos and sin [T, p] -> fp32 [T, H, D]; the last 2p dims are rotated."""
+    """q [T, H, D], cos and sin [T, r] -> fp32 [T, H, D]; the last r dims are rotated."""
     normed = rms_norm(q, None, eps)
-    tail = 2 * cos.shape[-1]
-    normed[..., -tail:] = rotate(normed[..., -tail:], cos[:, None], sin[:, None])
+    tail = normed[..., -cos.shape[-1] :]
+    tail.copy_(rotate(tail, cos[:, None], sin[:, None]))
     return normed
 
 
 def entry_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """x [N, D], weight [D], cos and sin [N, p] -> fp32 [N, D]; the last 2p dims are rotated."""
+    """x [N, D], weight [D], cos and sin [N, r] -> fp32 [N, D]; the last r dims are rotated."""
     normed = rms_norm(x, weight, eps)
-    tail = 2 * cos.shape[-1]
-    normed[..., -tail:] = rotate(normed[..., -tail:], cos, sin)
+    tail = normed[..., -cos.shape[-1] :]
+    tail.copy_(rotate(tail, cos, sin))
     return normed
 
 
 def unrotate(o: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """o [T, H, D] fp32, in place; the last 2p dims are rotated back by the query's position. Returns o."""
-    tail = 2 * cos.shape[-1]
-    o[..., -tail:] = rotate(o[..., -tail:], cos[:, None], sin[:, None], inverse=True)
+    """o [T, H, D] fp32, in place; the last r dims are rotated back by the query's position. Returns o."""
+    tail = o[..., -cos.shape[-1] :]
+    tail.copy_(rotate(tail, cos[:, None], -sin[:, None]))
     return o
