@@ -1,6 +1,7 @@
 """The offline interface: give prompts, get answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from lamina.base.config import EngineConfig
@@ -77,24 +78,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
-    ) -> Iterator[Delta]:
+    ) -> "Stream":
         """Deltas of all prompts as they come; each output ends with one whose finish_reason is set.
 
-        Closing the iterator early cancels what has not finished. Raises as `generate`, at the call.
+        Closing the stream early, even unread, cancels what has not finished. Raises as `generate`, at the call.
         """
-        return self._deltas(self._add(prompts, params, cache_salt))
-
-    def _deltas(self, groups: list[Group]) -> Iterator[Delta]:
-        try:
-            waiting = list(groups)
-            while waiting:
-                deltas = [delta for group in waiting for delta in self.engine.take(group)]
-                yield from deltas
-                waiting = [group for group in waiting if not group.is_finished or group.deltas]
-                if waiting and not deltas:
-                    self.engine.step()
-        finally:
-            self._cancel(groups)
+        return Stream(self.engine, self._add(prompts, params, cache_salt))
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, cache_salt: str
@@ -115,6 +104,43 @@ class LLM:
     def _cancel(self, groups: list[Group]) -> None:
         for group in groups:
             self.engine.cancel(group)
+
+
+class Stream:
+    """Deltas of some prompts, an iterator. Closing it, or letting go of it, cancels what has not finished."""
+
+    def __init__(self, engine: Engine, groups: list[Group]) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._waiting = list(groups)
+        self._ready: deque[Delta] = deque()
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            while self._waiting and not self._ready:
+                self._ready.extend(delta for group in self._waiting for delta in self._engine.take(group))
+                self._waiting = [group for group in self._waiting if not group.is_finished or group.deltas]
+                if self._waiting and not self._ready:
+                    self._engine.step()
+        except BaseException:
+            self.close()
+            raise
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Cancels what has not finished; nothing more comes."""
+        self._waiting.clear()
+        self._ready.clear()
+        for group in self._groups:
+            self._engine.cancel(group)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

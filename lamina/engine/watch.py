@@ -177,30 +177,29 @@ class Watch:
         self._most = counts.blocks + counts.slots
         if counts != self._counts:
             self._counts, self._held = counts, measured(self.engine.layout, ledger)
-        running = list(self._running())
+        published = {node.page for node in ledger.index.nodes if node.page is not None}
+        running = list(self._running(published))
         checkpoints = ledger.all_checkpoints()
-        positions = tuple(checkpoint.position for checkpoint in checkpoints)
-        self._moment = (running + self._ended(checkpoints), positions, len(running))
+        left = self._ended(checkpoints, {*published, *(page for lease in ledger.leases for page in lease.blocks)})
+        self._moment = (running + left, tuple(checkpoint.position for checkpoint in checkpoints), len(running))
         self._evictions = ledger.evictions
 
-    def _running(self) -> Iterator[Held]:
-        """Running requests, first come first; leading blocks with the same tokens as an earlier one's are one page."""
+    def _running(self, published: set[int]) -> Iterator[Held]:
+        """Running requests, first come first; a published block with the same tokens as an earlier one's is the same page."""
         self._seen.clear()
         for request in self.engine.scheduler.running:
             lease = request.lease
             assert lease is not None
             keys = self._block_keys(request, lease.committed)
-            shared = _leading(keys, self._seen)
-            if not self.engine.ledger.adopt_twins:  # only what the lookup found is shared then
-                shared = min(shared, lease.hit.position // self.engine.layout.block_tokens)
+            num_published = next((n for n, page in enumerate(lease.blocks[: len(keys)]) if page not in published), len(keys))
+            keys = keys[:num_published]
+            yield Held(lease.position, shared_blocks=_leading(keys, self._seen))
             self._seen.update(keys)
-            yield Held(lease.position, shared_blocks=shared)
 
-    def _ended(self, checkpoints: tuple[Checkpoint, ...]) -> list[Held]:
-        """What requests that ended or were preempted left for reuse, in whole blocks."""
+    def _ended(self, checkpoints: tuple[Checkpoint, ...], counted: set[int | None]) -> list[Held]:
+        """What requests that ended or were preempted left for reuse, in whole blocks. `counted`: pages of other blocks."""
         found = []
         size = self.engine.layout.block_tokens
-        open_pages = {page for lease in self.engine.ledger.leases for page in lease.blocks}
         for request in self._requests.values():
             if request.state is RequestState.RUNNING or not request.peak_position:
                 continue
@@ -210,8 +209,8 @@ class Watch:
             self._seen.update(keys)
             tail = encode(request.tokens[full * size : depth])
             kept = {c.open_page for c in checkpoints if c.position == depth and c.tail == tail} if tail else set()
-            if kept - open_pages:  # the open block is kept too, and is nobody else's
-                open_pages |= kept
+            if kept - counted:  # the open block is kept too, and is neither published nor a running request's
+                counted |= kept
                 full += 1
             found.append(Held(full * size, running=False, shared_blocks=shared))
         return found

@@ -97,10 +97,8 @@ class CompressedAttention:
         q = rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
         own = rounded(entry_norm_rope(rounded(parts[1], self.dtype), weights.kv_norm, cos, sin, self.eps), self.dtype)
         encoded = stores.window.codec.encode(own)
-        fresh = stores.window.codec.decode(encoded)
-
         scope = self._compress(parts, low, cos, sin, sequences)
-        out = attend(q, fresh, stores.window, self.window, scope, self.dim**-0.5, weights.sink, sequences)
+        out = attend(q, encoded, stores.window, self.window, scope, self.dim**-0.5, weights.sink, sequences)
         self._keep(encoded, sequences)
 
         out = rounded(unrotate(out, cos, sin), self.dtype).unflatten(1, (len(weights.wo_a), -1)).flatten(2)

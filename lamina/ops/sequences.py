@@ -29,6 +29,20 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class Single:
+    """Sequences with one row each in this step (decode) that have as many entry columns: they are computed together.
+
+    rows [B] and sequences [B] as tensors; the same sequences and their positions on the host.
+    """
+
+    rows: Tensor
+    sequences: Tensor
+    owners: tuple[int, ...]
+    positions: tuple[int, ...]
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Groups:
     """The compression groups that a step touches, for one ratio, in the order of a descending token count.
 
@@ -58,6 +72,8 @@ class Sequences:
     positions  [T] int64, padded rows included.   tables  [R, blocks] int64 page of each block.   slots  [R, slot pages] int64.
     starts, stops  tokens seen before and after the step, per sequence.   first_rows  first row of each sequence.
     groups     for each compression ratio of the model the groups touched.
+    slot_pages the slots on the host.   singles  for each ratio (0: no entries) the sequences with one row.
+    longer     tiles of the sequences with more rows, one tuple a sequence.
     tails      for each ring length the rows to keep in a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
     """
 
@@ -68,8 +84,9 @@ class Sequences:
     first_rows: tuple[int, ...]
     tables: Tensor
     slots: Tensor
-    block_tokens: int
-    tiles: tuple[Tile, ...]
+    slot_pages: tuple[tuple[int, ...], ...]
+    longer: tuple[tuple[Tile, ...], ...]
+    singles: dict[int, tuple[Single, ...]]
     groups: dict[int, Groups]
     tails: dict[int, tuple[Tensor, Tensor, Tensor]]
 
@@ -79,16 +96,39 @@ class Sequences:
         return slice(first, first + self.stops[sequence] - self.starts[sequence])
 
 
-def make_tiles(starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...]) -> tuple[Tile, ...]:
-    """Cuts each sequence's rows at multiples of TILE positions."""
-    tiles = []
+def make_tiles(starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...]) -> tuple[tuple[Tile, ...], ...]:
+    """The rows of each sequence that has more than one, cut at multiples of TILE positions."""
+    found = []
     for sequence, (start, stop, first) in enumerate(zip(starts, stops, first_rows, strict=True)):
+        tiles = []
         position = start
-        while position < stop:
+        while position < stop and stop - start > 1:
             end = min(stop, (position // TILE + 1) * TILE)
             tiles.append(Tile(sequence, first + position - start, end - position, position // TILE))
             position = end
-    return tuple(tiles)
+        if tiles:
+            found.append(tuple(tiles))
+    return tuple(found)
+
+
+def make_singles(
+    starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device
+) -> tuple[Single, ...]:
+    """The sequences with one row, by the number of their entry columns (ratio 0: none)."""
+    alike: dict[int, list[int]] = {}
+    for sequence, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        if stop - start == 1:
+            alike.setdefault(entry_columns(start // TILE, ratio) if ratio else 0, []).append(sequence)
+    return tuple(
+        Single(
+            rows=torch.tensor([first_rows[sequence] for sequence in owners], device=device),
+            sequences=torch.tensor(owners, device=device),
+            owners=tuple(owners),
+            positions=tuple(starts[sequence] for sequence in owners),
+            columns=columns,
+        )
+        for columns, owners in alike.items()
+    )
 
 
 def make_groups(starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device) -> Groups:

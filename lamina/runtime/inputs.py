@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import padded_rows
-from lamina.ops.sequences import Sequences, make_groups, make_tails, make_tiles
+from lamina.ops.sequences import Sequences, make_groups, make_singles, make_tails, make_tiles
 from lamina.schedule.step import Slice
 
 
 def step_arrays(
-    slices: tuple[Slice, ...], ratios: tuple[int, ...], rings: tuple[int, ...], block_tokens: int, multiple: int, device: torch.device
+    slices: tuple[Slice, ...], ratios: tuple[int, ...], rings: tuple[int, ...], multiple: int, device: torch.device
 ) -> tuple[Tensor, Sequences]:
     """(token ids [T], sequences): rows of the slices one after another, then padding (token 0, position 0) to `multiple` rows."""
     starts, stops = tuple(part.start for part in slices), tuple(part.stop for part in slices)
@@ -33,8 +33,9 @@ def step_arrays(
         first_rows=firsts,
         tables=torch.tensor(tables, dtype=torch.int64, device=device).reshape(len(slices), width),
         slots=torch.tensor([part.slot for part in slices], dtype=torch.int64, device=device),
-        block_tokens=block_tokens,
-        tiles=make_tiles(starts, stops, firsts),
+        slot_pages=tuple(part.slot for part in slices),
+        longer=make_tiles(starts, stops, firsts),
+        singles={ratio: make_singles(starts, stops, firsts, ratio, device) for ratio in (0, *ratios)},
         groups={ratio: make_groups(starts, stops, firsts, ratio, device) for ratio in ratios},
         tails={ring: make_tails(starts, stops, firsts, ring, device) for ring in rings},
     )

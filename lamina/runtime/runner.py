@@ -55,10 +55,7 @@ class Runner:
         hidden = None
         prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(step.slices)
         if step.slices:
-            layout = self.arena.layout
-            tokens, sequences = step_arrays(
-                step.slices, self.model.ratios, self.rings, layout.block_tokens, self.multiple, self.device
-            )
+            tokens, sequences = step_arrays(step.slices, self.model.ratios, self.rings, self.multiple, self.device)
             hidden = self.model.forward(tokens, sequences)
             self._keep_hidden(hidden, sequences)
             prompt_logprobs = tuple(
@@ -74,8 +71,7 @@ class Runner:
         store = self.arena.hidden
         if store is not None:
             last = torch.tensor([sequences.rows_of(i).stop - 1 for i in range(len(sequences.stops))], device=self.device)
-            pages = sequences.slots[:, store.slot_column]
-            store.write(pages, torch.zeros_like(pages), store.codec.encode(hidden[last]))
+            store.write_first(sequences.slots[:, store.slot_column], store.codec.encode(hidden[last]))
 
     def _padded_logits(self, rows: Tensor) -> Tensor:
         """[S, D] -> [S, V]; the product sees a padded number of rows."""
@@ -108,7 +104,7 @@ class Runner:
                 store = self.arena.hidden
                 assert store is not None
                 page = torch.tensor([item.slot[store.slot_column]], device=self.device)
-                rows.append(store.read(page, torch.zeros_like(page))[0])
+                rows.append(store.read_first(page)[0])
         num = len(rows)
         logits = self._padded_logits(torch.stack(rows))[:num]
         tokens = sample(logits, sample_batch(step.samples, logits.shape[1], self.device)).tolist()
@@ -133,6 +129,8 @@ def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
 def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> SampleBatch:
     """The samples' settings as arrays; [S, V] tables only where a penalty asks for them."""
     params = [item.params for item in samples]
+    if all(p.is_greedy and not p.has_penalties and not p.logit_bias for p in params) and not any(item.banned for item in samples):
+        return SampleBatch.greedy(len(samples), device)
 
     def reals(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)

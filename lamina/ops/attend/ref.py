@@ -6,7 +6,7 @@ Columns that a query may not see weigh exactly 0, so it does not matter what els
 
     columns of tile a | positions 64(a - back) ... 64a + 63 | entries 0 ... entries(a) - 1 |
 
-A sequence with one query (decode) is computed together with others that have as many columns: the same products, batched.
+Sequences with one query (decode) are computed together where they have as many columns: the same products, batched.
 Source: DeepSeek-V4 report, sparse attention with a sink.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
-from lamina.ops.sequences import TILE, Sequences, Tile, entry_columns
+from lamina.ops.sequences import TILE, Sequences, Single, Tile, entry_columns
 from lamina.ops.store import Store
 
 #: tiles that see more entries than this gather the selected ones a query at a time; others mask
@@ -39,11 +39,17 @@ class EntryScope:
         return self.selected is None or columns <= max(DENSE_ENTRIES, 2 * self.selected.shape[1])
 
 
+@lru_cache(maxsize=32)
+def _zeros(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows to pad with; read, never written."""
+    return torch.zeros(rows, width, dtype=dtype)
+
+
 @lru_cache(maxsize=256)
-def _window_bias(position: int, count: int, size: int, back: int) -> Tensor:
-    """[count, (back + 1) * TILE]: 0 where query position + i sees the column, else -inf."""
-    base = (position // TILE - back) * TILE
-    column = torch.arange(base, base + (back + 1) * TILE)
+def _window_bias(position: int, count: int, size: int) -> Tensor:
+    """[count, window columns]: 0 where query position + i sees the column, else -inf."""
+    base, columns = _window_columns(position, size)
+    column = torch.arange(base, base + columns)
     query = torch.arange(position, position + count)[:, None]
     seen = (column <= query) & (column > query - size) & (column >= 0)
     return torch.where(seen, 0.0, -torch.inf)
@@ -56,6 +62,15 @@ def _entry_bias(position: int, count: int, ratio: int, columns: int) -> Tensor:
     return torch.where(torch.arange(columns) < visible, 0.0, -torch.inf)
 
 
+@lru_cache(maxsize=16)
+def _single_bias(positions: tuple[int, ...], size: int, ratio: int, columns: int) -> Tensor:
+    """[B, 1, window columns + entry columns] for one query at each position; ratio 0 leaves the entries out."""
+    parts = [torch.stack([_window_bias(position, 1, size) for position in positions])]
+    if ratio:
+        parts.append(torch.stack([_entry_bias(position, 1, ratio, columns) for position in positions]))
+    return torch.cat(parts, dim=-1)
+
+
 def _selected_bias(selected: Tensor, columns: int) -> Tensor:
     """selected [n, k] -> [n, columns]: 0 where an entry is selected, else -inf."""
     bias = torch.full((selected.shape[0], columns + 1), -torch.inf)
@@ -63,25 +78,32 @@ def _selected_bias(selected: Tensor, columns: int) -> Tensor:
     return bias[:, :columns]
 
 
+def _window_columns(position: int, size: int) -> tuple[int, int]:
+    """First position and number of the window columns of the tile that `position` is in."""
+    back = -(-(size - 1) // TILE)
+    return (position // TILE - back) * TILE, (back + 1) * TILE
+
+
 def _pad_queries(q: Tensor) -> Tensor:
     """q [B, n, H, D] -> [B, n', H, D] with n' * H a multiple of the rows that keep bits stable; added queries are zeros."""
     num = padded_rows(q.shape[1], ROW_MULTIPLE // math.gcd(q.shape[2], ROW_MULTIPLE))
-    return q if num == q.shape[1] else torch.cat([q, q.new_zeros(q.shape[0], num - q.shape[1], *q.shape[2:])], dim=1)
+    return q if num == q.shape[1] else torch.nn.functional.pad(q, (0, 0, 0, 0, 0, num - q.shape[1]))
 
 
-def _attend_scopes(q: Tensor, scopes: list[tuple[Tensor, Tensor]], sink: Tensor) -> Tensor:
-    """q [B, n, H, D] scaled, scopes of (rows [B, N, D], bias [B, n, N]), sink [H] -> [B, n, H, D]: one softmax over all."""
+def _attend_scopes(q: Tensor, scopes: list[Tensor], bias: Tensor, sink: Tensor) -> Tensor:
+    """q [B, n, H, D] scaled, scopes of rows [B, N, D], bias [B, n, sum of N], sink [H] -> [B, n, H, D]: one softmax over all."""
     batch, count, heads, dim = q.shape
     flat = _pad_queries(q).flatten(1, 2)  # [B, n' * H, D]
-    weights = torch.cat([torch.bmm(flat, rows.transpose(1, 2)) for rows, _ in scopes], dim=-1)
-    scores = weights.view(batch, -1, heads, weights.shape[-1])
-    scores[:, :count] += torch.cat([bias for _, bias in scopes], dim=-1)[:, :, None]
+    weights = [torch.bmm(flat, rows.transpose(1, 2)) for rows in scopes]
+    joint = weights[0] if len(weights) == 1 else torch.cat(weights, dim=-1)
+    scores = joint.view(batch, -1, heads, joint.shape[-1])
+    scores[:, :count] += bias[:, :, None]
     peak = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
     scores.sub_(peak).exp_()
     total = scores.sum(-1, keepdim=True).add_(torch.exp(sink[:, None] - peak)).clamp_(min=1e-30)
     out, column = None, 0
-    for rows, _ in scopes:
-        part = torch.bmm(weights[..., column : column + rows.shape[1]], rows)
+    for rows in scopes:
+        part = torch.bmm(joint[..., column : column + rows.shape[1]], rows)
         out = part if out is None else out.add_(part)
         column += rows.shape[1]
     assert out is not None
@@ -89,131 +111,116 @@ def _attend_scopes(q: Tensor, scopes: list[tuple[Tensor, Tensor]], sink: Tensor)
 
 
 def attend(
-    q: Tensor, fresh: Tensor, window: Store, size: int, entries: EntryScope | None, scale: float, sink: Tensor, sequences: Sequences
-) -> Tensor:
+    q: Tensor, own: tuple[Tensor, ...], window: Store, size: int, entries: EntryScope | None, scale: float, sink: Tensor,
+    sequences: Sequences,
+) -> Tensor:  # fmt: skip
     """Softmax attention of each query over its window, its entries and a sink.
 
-    q        [T, H, D] fp32.   fresh  [T, D] fp32, the step's own keys (= values) as stored.   window  ring of older ones.
+    q        [T, H, D] fp32.   own  the step's own keys (= values) as stored, one [T, ...] a field.   window  ring of older ones.
     size     window in tokens, the query's own included.   sink  [H] fp32 logit without a value; +inf gives zeros.
     Returns  [T, H, D] fp32; rows of padding are zeros.
     """
     out = torch.zeros_like(q)
-    task = _Task(q * scale, fresh, window, size, -(-(size - 1) // TILE), entries, sink, sequences, out)
-    alike: dict[int, list[Tile]] = {}
-    for tile in sequences.tiles:
-        if sequences.stops[tile.sequence] - sequences.starts[tile.sequence] == 1:
-            columns = 0 if entries is None else entry_columns(tile.index, entries.ratio)
-            alike.setdefault(columns, []).append(tile)
-        elif sequences.first_rows[tile.sequence] == tile.row:
-            task.attend_sequence([other for other in sequences.tiles if other.sequence == tile.sequence])
-    for columns, tiles in alike.items():
-        task.attend_single(tiles, columns)
+    task = _Task(q * scale, own, window, size, entries, sink, sequences, out)
+    for tiles in sequences.longer:
+        task.attend_sequence(tiles)
+    for single in sequences.singles[0 if entries is None else entries.ratio]:
+        task.attend_single(single)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of one `attend`, with `q` scaled and the output to fill; `back` = tiles of window before a query's own."""
+    """The arguments of one `attend`, with `q` scaled and the output to fill."""
 
     q: Tensor
-    fresh: Tensor
+    own: tuple[Tensor, ...]
     window: Store
     size: int
-    back: int
     entries: EntryScope | None
     sink: Tensor
     sequences: Sequences
     out: Tensor
 
-    def attend_sequence(self, tiles: list[Tile]) -> None:
+    def attend_sequence(self, tiles: tuple[Tile, ...]) -> None:
         """All tiles of one sequence, one after another; its past is read once."""
-        sequences, sequence = self.sequences, tiles[0].sequence
-        base, rows = self._window_rows(sequence)
-        known = None if self.entries is None else self._entry_rows(self.entries, sequence)
+        sequences, sequence, entries = self.sequences, tiles[0].sequence, self.entries
+        start, stop = sequences.starts[sequence], sequences.stops[sequence]
+        base, _ = _window_columns(start, self.size)
+        rows = self._window_rows((sequence,), (stop - 1) // TILE * TILE + TILE - base)[0]
+        known = None
+        if entries is not None:
+            most = entry_columns(tiles[-1].index, entries.ratio)
+            known = entries.log.read_logs(sequences.tables[sequence : sequence + 1], (stop // entries.ratio,), most)
         for tile in tiles:
             own = slice(tile.row, tile.row + tile.count)
-            position = sequences.starts[sequence] + tile.row - sequences.first_rows[sequence]
-            first = (tile.index - self.back) * TILE - base
-            near = rows[None, first : first + (self.back + 1) * TILE]
-            bias = _window_bias(position, tile.count, self.size, self.back)[None]
-            if self.entries is None or known is None:
-                self.out[own] = _attend_scopes(self.q[None, own], [(near, bias)], self.sink)[0]
+            position = start + tile.row - sequences.first_rows[sequence]
+            first, columns = _window_columns(position, self.size)
+            near = rows[None, first - base : first - base + columns]
+            bias = _window_bias(position, tile.count, self.size)
+            if entries is None or known is None:
+                self.out[own] = _attend_scopes(self.q[None, own], [near], bias[None], self.sink)[0]
                 continue
-            columns = entry_columns(tile.index, self.entries.ratio)
-            if self.entries.selected is None:
-                far = (known[None, :columns], _entry_bias(position, tile.count, self.entries.ratio, columns)[None])
-            elif self.entries.is_dense(columns):
-                far = (known[None, :columns], _selected_bias(self.entries.selected[own], columns)[None])
+            columns = entry_columns(tile.index, entries.ratio)
+            if not entries.is_dense(columns):
+                assert entries.selected is not None
+                selected = entries.selected[own]
+                far = known[0, selected.clamp(min=0)]
+                both = torch.cat([bias, torch.where(selected < 0, -torch.inf, 0.0)], dim=-1)[:, None]
+                scopes = [near.expand(tile.count, -1, -1), far]
+                self.out[own] = _attend_scopes(self.q[own, None], scopes, both, self.sink)[:, 0]
+                continue
+            if entries.selected is None:
+                far_bias = _entry_bias(position, tile.count, entries.ratio, columns)
             else:
-                selected = self.entries.selected[own]
-                far = (known[selected.clamp(min=0)], torch.where(selected < 0, -torch.inf, 0.0)[:, None])
-                scopes = [(near.expand(tile.count, -1, -1), bias.transpose(0, 1)), far]
-                self.out[own] = _attend_scopes(self.q[own, None], scopes, self.sink)[:, 0]
-                continue
-            self.out[own] = _attend_scopes(self.q[None, own], [(near, bias), far], self.sink)[0]
+                far_bias = _selected_bias(entries.selected[own], columns)
+            both = torch.cat([bias, far_bias], dim=-1)[None]
+            self.out[own] = _attend_scopes(self.q[None, own], [near, known[:, :columns]], both, self.sink)[0]
 
-    def attend_single(self, tiles: list[Tile], columns: int) -> None:
+    def attend_single(self, single: Single) -> None:
         """One query of each of several sequences, all with the same number of entry columns."""
-        sequences = self.sequences
-        owners = torch.tensor([tile.sequence for tile in tiles])
-        own = torch.tensor([tile.row for tile in tiles])
-        positions = tuple(sequences.starts[tile.sequence] for tile in tiles)
-        rows, where, at, bias = _single_window(positions, self.size, self.back, self.window.rows_per_page)
-        pages = sequences.slots[owners, self.window.slot_column][:, None].expand(where.shape)
-        near = self.window.read(pages.flatten(), where.flatten()).unflatten(0, where.shape)
-        near[rows] = 0  # columns that nobody sees may hold anything
-        near[torch.arange(len(tiles)), at] = self.fresh[own]
-        scopes = [(near, bias)]
-        if self.entries is not None:
-            scopes.append(self._single_entries(self.entries, owners, own, positions, columns))
-        self.out[own] = _attend_scopes(self.q[own, None], scopes, self.sink)[:, 0]
+        _, columns = _window_columns(0, self.size)
+        scopes, bias = [self._window_rows(single.owners, columns)], None
+        if self.entries is None:
+            bias = _single_bias(single.positions, self.size, 0, 0)
+        else:
+            rows, bias = self._single_entries(self.entries, single)
+            scopes.append(rows)
+        q = self.q.index_select(0, single.rows)[:, None]
+        self.out.index_copy_(0, single.rows, _attend_scopes(q, scopes, bias, self.sink)[:, 0])
 
-    def _single_entries(
-        self, entries: EntryScope, owners: Tensor, own: Tensor, positions: tuple[int, ...], columns: int
-    ) -> tuple[Tensor, Tensor]:
-        """(rows [B, N, D], bias [B, 1, N]) of the entries of B sequences with one query each."""
-        tables = self.sequences.tables[owners]
-        if not entries.is_dense(columns):
+    def _single_entries(self, entries: EntryScope, single: Single) -> tuple[Tensor, Tensor]:
+        """Rows [B, N, D] of the entries of B sequences with one query each, and the bias [B, 1, ...] of window and entries."""
+        tables = self.sequences.tables.index_select(0, single.sequences)
+        if entries.is_dense(single.columns):
+            counts = tuple((position + 1) // entries.ratio for position in single.positions)
+            rows = entries.log.read_logs(tables, counts, single.columns)
+            if entries.selected is None:
+                return rows, _single_bias(single.positions, self.size, entries.ratio, single.columns)
+            far = _selected_bias(entries.selected.index_select(0, single.rows), single.columns)
+        else:
             assert entries.selected is not None
-            selected = entries.selected[own]
+            selected = entries.selected.index_select(0, single.rows)
             wanted = selected.clamp(min=0)
             pages = tables.gather(1, wanted // entries.log.rows_per_page)
-            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten())
-            return rows.unflatten(0, wanted.shape), torch.where(selected < 0, -torch.inf, 0.0)[:, None]
-        counts = tuple((position + 1) // entries.ratio for position in positions)
-        rows = entries.log.read_logs(tables, counts, columns)
-        if entries.selected is not None:
-            return rows, _selected_bias(entries.selected[own], columns)[:, None]
-        return rows, torch.stack([_entry_bias(position, 1, entries.ratio, columns) for position in positions])
+            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten()).unflatten(0, wanted.shape)
+            far = torch.where(selected < 0, -torch.inf, 0.0)
+        return rows, torch.cat([_single_bias(single.positions, self.size, 0, 0), far[:, None]], dim=-1)
 
-    def _window_rows(self, sequence: int) -> tuple[int, Tensor]:
-        """First position and rows [n, D] of the window columns of all tiles of a sequence; zeros where nothing is visible."""
+    def _window_rows(self, owners: tuple[int, ...], columns: int) -> Tensor:
+        """[B, columns, D]: the window columns of B sequences from the first of their first query's on; zeros where nothing is."""
         sequences, window = self.sequences, self.window
-        start, stop = sequences.starts[sequence], sequences.stops[sequence]
-        base = (start // TILE - self.back) * TILE
-        rows = torch.zeros(((stop - 1) // TILE + 1) * TILE - base, self.fresh.shape[1])
-        oldest = max(0, start - self.size + 1)
-        if oldest < start:
-            ring = torch.arange(oldest, start) % window.rows_per_page
-            pages = sequences.slots[sequence, window.slot_column].expand(start - oldest)
-            rows[oldest - base : start - base] = window.read(pages, ring)
-        rows[start - base : stop - base] = self.fresh[sequences.rows_of(sequence)]
-        return base, rows
-
-    def _entry_rows(self, entries: EntryScope, sequence: int) -> Tensor:
-        """Every entry of one sequence, [columns of its last tile, D], zeros beyond the last."""
-        stop = self.sequences.stops[sequence]
-        columns = entry_columns((stop - 1) // TILE, entries.ratio)
-        return entries.log.read_logs(self.sequences.tables[sequence : sequence + 1], (stop // entries.ratio,), columns)[0]
-
-
-@lru_cache(maxsize=8)
-def _single_window(positions: tuple[int, ...], size: int, back: int, ring: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
-    """For one query at each position: columns that hold nothing visible (indices), ring rows [B, N], own column [B], bias [B, 1, N]."""
-    at = torch.tensor(positions)
-    base = (at // TILE - back) * TILE
-    column = base[:, None] + torch.arange((back + 1) * TILE)
-    older = (column < at[:, None]) & (column > at[:, None] - size) & (column >= 0)
-    bias = torch.stack([_window_bias(position, 1, size, back) for position in positions])
-    row, col = (~older).nonzero(as_tuple=True)
-    return (row, col), torch.where(older, column % ring, 0), at - base, bias
+        fields = []
+        for field, own in enumerate(self.own):
+            zeros = _zeros(columns, own.shape[1], own.dtype)
+            pieces = []
+            for sequence in owners:
+                start, stop = sequences.starts[sequence], sequences.stops[sequence]
+                base, _ = _window_columns(start, self.size)
+                oldest = max(0, start - self.size + 1)
+                page = sequences.slot_pages[sequence][window.slot_column]
+                pieces.append(zeros[: oldest - base])
+                pieces += window.ring_rows(field, page, oldest, start)
+                pieces += [own[sequences.rows_of(sequence)], zeros[: base + columns - stop]]
+            fields.append(torch.cat(pieces))
+        return window.codec.decode(tuple(fields)).unflatten(0, (len(owners), columns))

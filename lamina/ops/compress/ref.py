@@ -60,15 +60,13 @@ def _empty(groups: Groups, width: int, device: torch.device) -> Tensor:
 def _load(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:
     group, sequence = where
     if group.numel():
-        pages = slots[sequence, store.slot_column]
-        state[group] = store.read(pages, torch.zeros_like(pages)).unflatten(-1, (3, -1))
+        state[group] = store.read_first(slots[sequence, store.slot_column]).unflatten(-1, (3, -1))
 
 
 def _save(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:
     group, sequence = where
     if group.numel():
-        pages = slots[sequence, store.slot_column]
-        store.write(pages, torch.zeros_like(pages), store.codec.encode(state[group].flatten(1)))
+        store.write_first(slots[sequence, store.slot_column], store.codec.encode(state[group].flatten(1)))
 
 
 def compress(compressor: Compressor, values: Tensor, gates: Tensor, sequences: Sequences) -> None:

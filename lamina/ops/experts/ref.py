@@ -25,17 +25,15 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
     x [T, D].   chosen [T, k] int64.   weights [T, k] fp32.   gate_up [E, 2I, D], down [E, D, I] fp32.   Returns [T, D] fp32.
     """
     top_k = chosen.shape[1]
-    flat = chosen.reshape(-1)
-    order = torch.sort(flat, stable=True).indices
-    rows, share = order // top_k, weights.reshape(-1)[order]
+    places: list[list[int]] = [[] for _ in range(gate_up.shape[0])]  # of each expert, in the flattened choices
+    for place, expert in enumerate(chosen.flatten().tolist()):
+        places[expert].append(place)
+    share = weights.reshape(-1, 1)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    start = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=gate_up.shape[0]).tolist()):
-        if count == 0:
-            continue
-        mine = rows[start : start + count]
-        spare = (0, 0, 0, padded_rows(count) - count)
-        weight = F.pad(share[start : start + count, None], spare)
-        out.index_add_(0, mine, swiglu(F.pad(x[mine], spare), gate_up[expert], down[expert], limit, weight)[:count])
-        start += count
+    for expert, own in enumerate(places):
+        if own:
+            at = torch.tensor(own, device=x.device)
+            rows, spare = at // top_k, (0, 0, 0, padded_rows(len(own)) - len(own))
+            inputs, weight = F.pad(x.index_select(0, rows), spare), F.pad(share.index_select(0, at), spare)
+            out.index_add_(0, rows, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[: len(own)])
     return out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
-from lamina.ops.sequences import TILE, Sequences, Tile, entry_columns
+from lamina.ops.sequences import Sequences, entry_columns
 from lamina.ops.store import Store
 
 
@@ -47,26 +47,22 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
     visible = (sequences.positions + 1) // ratio
     every = torch.arange(top_k, device=queries.device)
     selected = torch.where(every < visible[:, None], every, -1)
-    alike: dict[int, list[Tile]] = {}
-    decoded: dict[int, Tensor] = {}
-    for tile in sequences.tiles:
-        start, stop, first = sequences.starts[tile.sequence], sequences.stops[tile.sequence], sequences.first_rows[tile.sequence]
-        if (start + tile.row + tile.count - first) // ratio <= top_k:
-            continue
-        columns = entry_columns(tile.index, ratio)
-        if stop - start == 1:
-            alike.setdefault(columns, []).append(tile)
-            continue
-        if tile.sequence not in decoded:
-            tables = sequences.tables[tile.sequence : tile.sequence + 1]
-            decoded[tile.sequence] = keys.read_logs(tables, (stop // ratio,), entry_columns((stop - 1) // TILE, ratio))
-        own = slice(tile.row, tile.row + tile.count)
-        scores = _scores(queries[None, own], weights[None, own], decoded[tile.sequence][:, :columns])[0]
-        selected[own] = _select(scores, visible[own], top_k)
-    for columns, tiles in alike.items():  # one query each: the same products, batched
-        own = torch.tensor([tile.row for tile in tiles])
-        tables = sequences.tables[[tile.sequence for tile in tiles]]
-        counts = tuple(sequences.stops[tile.sequence] // ratio for tile in tiles)
-        scores = _scores(queries[own, None], weights[own, None], keys.read_logs(tables, counts, columns))[:, 0]
-        selected[own] = _select(scores, visible[own], top_k)
+    for tiles in sequences.longer:
+        sequence, decoded = tiles[0].sequence, None
+        start, stop, first = sequences.starts[sequence], sequences.stops[sequence], sequences.first_rows[sequence]
+        for tile in tiles:
+            if (start + tile.row + tile.count - first) // ratio <= top_k:
+                continue
+            if decoded is None:
+                tables = sequences.tables[sequence : sequence + 1]
+                decoded = keys.read_logs(tables, (stop // ratio,), entry_columns(tiles[-1].index, ratio))
+            own = slice(tile.row, tile.row + tile.count)
+            scores = _scores(queries[None, own], weights[None, own], decoded[:, : entry_columns(tile.index, ratio)])[0]
+            selected[own] = _select(scores, visible[own], top_k)
+    for single in sequences.singles[ratio]:  # one query each: the same products, batched
+        counts = tuple((position + 1) // ratio for position in single.positions)
+        if max(counts) > top_k:
+            rows = keys.read_logs(sequences.tables.index_select(0, single.sequences), counts, single.columns)
+            scores = _scores(queries[single.rows, None], weights[single.rows, None], rows)[:, 0]
+            selected[single.rows] = _select(scores, visible[single.rows], top_k)
     return selected

@@ -169,17 +169,30 @@ class Store:
         """fp32 [N, width] at (pages [N], rows [N])."""
         return self.codec.decode(tuple(view[pages, rows] for view in self.views))
 
+    def write_first(self, pages: Tensor, stored: tuple[Tensor, ...]) -> None:
+        """Writes N encoded rows, each as the first row of its page: states and hidden vectors have one."""
+        for view, values in zip(self.views, stored, strict=True):
+            view[:, 0].index_copy_(0, pages, values)
+        self.bytes_written += pages.shape[0] * self.row_bytes
+
+    def read_first(self, pages: Tensor) -> Tensor:
+        """fp32 [N, width]: the first row of each page."""
+        return self.codec.decode(tuple(view[:, 0].index_select(0, pages) for view in self.views))
+
     def read_logs(self, tables: Tensor, counts: tuple[int, ...], columns: int) -> Tensor:
         """fp32 [R, columns, width]: the first rows of R logs with block tables [R, blocks]; zeros from counts[r] on."""
         blocks = tables[:, : -(-columns // self.rows_per_page)]
-        found = tuple(view[blocks].flatten(1, 2)[:, :columns] for view in self.views)
-        rows = self.codec.decode(tuple(part.flatten(0, 1) for part in found)).unflatten(0, found[0].shape[:2])
+        found = tuple(view.index_select(0, blocks.flatten()).flatten(0, 1) for view in self.views)
+        rows = self.codec.decode(found).unflatten(0, (blocks.shape[0], -1))[:, :columns]
         if rows.shape[1] < columns:
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1], rows.shape[2])], dim=1)
         for row, count in zip(rows, counts, strict=True):
             row[count:] = 0  # whatever lies there: a block's unused rows, or the padding of the table
         return rows
 
-    def page_and_row(self, table: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Where log entries [N] (numbers from 0) of the request with block table `table` lie."""
-        return table[entries // self.rows_per_page], entries % self.rows_per_page
+    def ring_rows(self, field: int, page: int, start: int, stop: int) -> list[Tensor]:
+        """Rows of one field at positions [start, stop) of a ring, oldest first, as stored: one or two views."""
+        view = self.views[field][page]
+        first, count = start % self.rows_per_page, stop - start
+        head = min(count, self.rows_per_page - first)
+        return [view[first : first + head], view[: count - head]]
