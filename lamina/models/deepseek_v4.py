@@ -18,7 +18,7 @@ from lamina.layers.rounding import activation_dtype, rounded
 from lamina.memory.kinds import Field, Fold, Log, Memory, Window
 from lamina.models.deepseek_v4_config import Config, Rope
 from lamina.models.deepseek_v4_names import NAMES
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import linear, prepared
 from lamina.ops.hyper import Mixer, hyper_head, hyper_post, hyper_pre
 from lamina.ops.rope_norm import inverse_frequencies, rms_norm, rope_tables
 from lamina.ops.sequences import Sequences
@@ -183,13 +183,13 @@ class _Loader:
         blocks = tuple(self.block(layer) for layer in range(config.num_layers))
         mixer = self.mixer("hc_head_", (config.streams,))
         norm = self.take("norm.weight", (config.hidden_size,))
-        head = self.take("head.weight", (config.vocab_size, config.hidden_size))
+        head = prepared(self.take("head.weight", (config.vocab_size, config.hidden_size)))
         return Model(config, self.dtype, embed, blocks, mixer, norm, head)
 
     def mixer(self, prefix: str, parts: tuple[int, ...]) -> Mixer:
         """A mixer whose rows come in parts (pre, post, comb) with a scale each."""
         config, rows = self.config, sum(parts)
-        fn = self.take(prefix + "fn", (rows, config.streams * config.hidden_size))
+        fn = prepared(self.take(prefix + "fn", (rows, config.streams * config.hidden_size)))
         base, scales = self.take(prefix + "base", (rows,)), self.take(prefix + "scale", (len(parts),))
         scale = scales.repeat_interleave(torch.tensor(parts))
         return Mixer(fn, base, scale, config.sinkhorn_iterations, config.hyper_eps, config.norm_eps)
@@ -220,18 +220,18 @@ class _Loader:
         if ratio == _INDEXED:
             keys = self.compressor(prefix + "indexer.compressor.", ratio, config.index_dim, projections)
             projections.append(self.take(prefix + "indexer.weights_proj.weight", (config.index_heads, width)))
-            wq_b = self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank))
+            wq_b = prepared(self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank)))
             indexer = IndexerWeights(wq_b, config.index_heads, config.index_topk, keys)
         group_width = config.num_heads // config.o_groups * dim
         wo_a = self.take(prefix + "wo_a.weight", (config.o_groups * config.o_lora_rank, group_width))
         weights = AttentionWeights(
-            w_in=torch.cat(projections),
+            w_in=prepared(torch.cat(projections)),
             splits=tuple(projection.shape[0] for projection in projections),
             q_norm=self.take(prefix + "q_norm.weight", (config.q_lora_rank,)),
-            wq_b=self.take(prefix + "wq_b.weight", (config.num_heads * dim, config.q_lora_rank)),
+            wq_b=prepared(self.take(prefix + "wq_b.weight", (config.num_heads * dim, config.q_lora_rank))),
             kv_norm=self.take(prefix + "kv_norm.weight", (dim,)),
-            wo_a=tuple(part.contiguous() for part in wo_a.chunk(config.o_groups)),
-            wo_b=self.take(prefix + "wo_b.weight", (width, config.o_groups * config.o_lora_rank)),
+            wo_a=tuple(prepared(part) for part in wo_a.chunk(config.o_groups)),
+            wo_b=prepared(self.take(prefix + "wo_b.weight", (width, config.o_groups * config.o_lora_rank))),
             sink=self.take(prefix + "attn_sink", (config.num_heads,)),
             compressor=compressor,
             indexer=indexer,
@@ -262,8 +262,8 @@ class _Loader:
     def ffn(self, layer: int) -> MixtureOfExperts:
         config, prefix = self.config, f"layers.{layer}.ffn."
         width, inner, num = config.hidden_size, config.expert_width, config.num_experts
-        gate_up = torch.empty(num, 2 * inner, width)
-        down = torch.empty(num, width, inner)
+        gate_up = torch.empty(num, width, 2 * inner).transpose(1, 2)  # as `prepared` would have them, without a second copy
+        down = torch.empty(num, inner, width).transpose(1, 2)
         for expert in range(num):
             name = f"{prefix}experts.{expert}."
             gate_up[expert, :inner] = self.take(name + "w1.weight", (inner, width))
@@ -272,17 +272,17 @@ class _Loader:
         shared = prefix + "shared_experts."
         is_hash = layer < config.num_hash_layers
         return MixtureOfExperts(
-            gate=self.take(prefix + "gate.weight", (num, width)),
+            gate=prepared(self.take(prefix + "gate.weight", (num, width))),
             bias=None if is_hash else self.take(prefix + "gate.bias", (num,)),
             table=self.take_int(prefix + "gate.tid2eid", (config.vocab_size, config.experts_per_token), 0, num)
             if is_hash
             else None,
             gate_up=gate_up,
             down=down,
-            shared_gate_up=torch.cat(
-                [self.take(shared + "w1.weight", (inner, width)), self.take(shared + "w3.weight", (inner, width))]
+            shared_gate_up=prepared(
+                torch.cat([self.take(shared + "w1.weight", (inner, width)), self.take(shared + "w3.weight", (inner, width))])
             ),
-            shared_down=self.take(shared + "w2.weight", (width, inner)),
+            shared_down=prepared(self.take(shared + "w2.weight", (width, inner))),
             top_k=config.experts_per_token,
             scale=config.routed_scale,
             limit=config.swiglu_limit,
