@@ -5,7 +5,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import lamina
@@ -61,10 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command is None:
         parser.error("a command is needed: generate, tiny or demo")
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
     try:
-        code: int = args.run(args)
+        with _log_lines((logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]):
+            code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as `head` does; nothing is wrong and nobody is there to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -82,6 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error} (this is a bug in Lamina; -v shows where)")
     return code
+
+
+@contextmanager
+def _log_lines(level: int) -> Iterator[None]:
+    """Lamina's own log lines go to stderr, from this level up."""
+    logger, handler = logging.getLogger(lamina.__name__), logging.StreamHandler(sys.stderr)
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _fail(message: str, code: int = _EXIT_ERROR) -> int:

@@ -128,7 +128,10 @@ class Model:
             weights += [attention.w_in, attention.wq_b, *attention.wo_a, attention.wo_b, block.attention_mixer.fn]
             weights += [block.ffn.gate, block.ffn.gate_up[0], block.ffn.down[0], block.ffn.shared_gate_up, block.ffn.shared_down]
             weights += [attention.indexer.wq_b] if attention.indexer is not None else []
-        return tuple(sorted({(weight.shape[1], weight.shape[0]) for weight in weights}))
+        shapes = {(weight.shape[1], weight.shape[0]) for weight in weights}
+        for dim in (self.config.head_dim, self.config.index_dim):  # scores, then weighted sums of rows
+            shapes |= {(dim, 64), (dim, 192), (64, dim), (192, dim)}
+        return tuple(sorted(shapes))
 
     def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """tokens [T] int64 (padding included) -> final hidden vectors [T, D] fp32, normed."""
@@ -262,8 +265,8 @@ class _Loader:
     def ffn(self, layer: int) -> MixtureOfExperts:
         config, prefix = self.config, f"layers.{layer}.ffn."
         width, inner, num = config.hidden_size, config.expert_width, config.num_experts
-        gate_up = torch.empty(num, width, 2 * inner).transpose(1, 2)  # as `prepared` would have them, without a second copy
-        down = torch.empty(num, inner, width).transpose(1, 2)
+        gate_up = prepared(torch.empty(num, 2 * inner, width))
+        down = prepared(torch.empty(num, width, inner))
         for expert in range(num):
             name = f"{prefix}experts.{expert}."
             gate_up[expert, :inner] = self.take(name + "w1.weight", (inner, width))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 8
+MIN_COLUMNS = 16
 
 
 def padded_rows(num_rows: int, multiple: int = ROW_MULTIPLE) -> int:
@@ -15,14 +16,25 @@ def padded_rows(num_rows: int, multiple: int = ROW_MULTIPLE) -> int:
     return max(1, -(-num_rows // multiple)) * multiple
 
 
+def prepared(weight: Tensor) -> Tensor:
+    """The same weight [..., out, in], stored with `out` fastest and, below 16, with zero rows behind the view.
+
+    Few rows then read it in fewer passes (measured: 1.3 x), and no product has fewer than 16 columns: for some such
+    counts (5, 6, 7, 9, 10) the library's bits depend on the number of rows whatever it is a multiple of.
+    """
+    columns = weight.transpose(-1, -2)  # [..., in, out]
+    spare = max(0, MIN_COLUMNS - columns.shape[-1])
+    stored = F.pad(columns, (0, spare)) if spare else columns.contiguous()
+    return stored.transpose(-1, -2)[..., : weight.shape[-2], :]
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] any float, weight [out, in] fp32 -> [..., out] fp32. Rows are the caller's to pad."""
+    out, width = weight.shape
+    if weight.stride(0) == 1 and weight.stride(1) > out:  # prepared, with zero rows behind the view
+        whole = weight.as_strided((weight.stride(1), width), weight.stride())
+        return F.linear(x.float(), whole)[..., :out]
     return F.linear(x.float(), weight)
-
-
-def prepared(weight: Tensor) -> Tensor:
-    """The same weight [..., out, in], stored with `out` fastest: few rows then read it in fewer passes (measured: 1.3 x)."""
-    return weight.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def unstable_shapes(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
