@@ -93,7 +93,7 @@ class CompressedAttention:
         weights, stores = self.weights, self.stores
         parts = linear(x, weights.w_in).split(weights.splits, dim=-1)
         low = rounded(rms_norm(rounded(parts[0], self.dtype), weights.q_norm, self.eps), self.dtype)
-        q = rounded(linear(low, weights.wq_b), self.dtype).unflatten(-1, (self.heads, self.dim))
+        q = rounded(linear(low, weights.wq_b), self.dtype).view(-1, self.heads, self.dim)
         q = rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
         own = rounded(entry_norm_rope(rounded(parts[1], self.dtype), weights.kv_norm, cos, sin, self.eps), self.dtype)
         encoded = stores.window.codec.encode(own)
@@ -101,7 +101,7 @@ class CompressedAttention:
         out = attend(q, encoded, stores.window, self.window, scope, self.dim**-0.5, weights.sink, sequences)
         self._keep(encoded, sequences)
 
-        out = rounded(unrotate(out, cos, sin), self.dtype).unflatten(1, (len(weights.wo_a), -1)).flatten(2)
+        out = rounded(unrotate(out, cos, sin), self.dtype).view(out.shape[0], len(weights.wo_a), -1)
         grouped = torch.cat([linear(out[:, group], wo_a) for group, wo_a in enumerate(weights.wo_a)], dim=-1)
         return rounded(linear(rounded(grouped, self.dtype), weights.wo_b), self.dtype)
 
@@ -123,11 +123,11 @@ class CompressedAttention:
                 indexer.compressor, stores.index, stores.index_open, stores.index_next, parts[4], parts[5], phase, sequences
             )
             if sequences.stops and max(sequences.stops) // self.ratio > indexer.top_k:
-                queries = rounded(linear(low, indexer.wq_b), self.dtype).unflatten(-1, (indexer.heads, -1))
+                queries = rounded(linear(low, indexer.wq_b), self.dtype).view(low.shape[0], indexer.heads, -1)
                 tail = queries[..., -cos.shape[-1] :]
                 tail.copy_(rotate(tail, cos[:, None], sin[:, None]))
                 codec = stores.index.codec
-                flat = codec.decode(codec.encode(queries.flatten(0, 1))).unflatten(0, queries.shape[:2])
+                flat = codec.decode(codec.encode(queries.flatten(0, 1))).view(queries.shape)
                 scale = (queries.shape[-1] * indexer.heads) ** -0.5
                 selected = index_topk(flat, parts[6] * scale, stores.index, sequences, self.ratio, indexer.top_k)
         return EntryScope(stores.entries, self.ratio, selected)

@@ -17,4 +17,6 @@ def activation_dtype(name: str) -> torch.dtype:
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x with the precision of `dtype`, held in fp32."""
-    return x.float() if dtype == torch.float32 else x.to(dtype).float()
+    if dtype == torch.float32 == x.dtype:
+        return x
+    return x.to(dtype).float()

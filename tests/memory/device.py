@@ -36,7 +36,9 @@ class Device:
         self.layout = layout
         self.pages = np.full((num_pages, layout.page_bytes), FREE, np.uint8)  # [P, page bytes]
         memories = [(memory, part) for memory in layout.memories for part in memory.slot_parts(layout.draft_tokens)]
-        self.windows = [memory if isinstance(memory, Window) else None for memory, _ in memories] + [None] * (layout.hidden is not None)
+        self.windows = [memory if isinstance(memory, Window) else None for memory, _ in memories] + [None] * (
+            layout.hidden is not None
+        )
         self.strides = [memory.log_stride for memory in layout.memories for _ in memory.block_parts(layout.block_tokens)]
 
     def row(self, page: int, span: Span, row: int) -> np.ndarray:
@@ -45,14 +47,18 @@ class Device:
         return self.pages[page, start : start + span.row_bytes]
 
     def put(self, page: int, span: Span, row: int, digest: bytes) -> None:
-        self.row(page, span, row)[:] = np.frombuffer(value(digest, span.layer, span.memory, span.field.name, span.row_bytes), np.uint8)
+        self.row(page, span, row)[:] = np.frombuffer(
+            value(digest, span.layer, span.memory, span.field.name, span.row_bytes), np.uint8
+        )
 
     def has(self, page: int, span: Span, row: int, digest: bytes) -> bool:
         return self.row(page, span, row).tobytes() == value(digest, span.layer, span.memory, span.field.name, span.row_bytes)
 
     # -- what a step does
 
-    def compute(self, salt: str, tokens: Sequence[int], start: int, stop: int, blocks: Sequence[int], slot: Sequence[int]) -> None:
+    def compute(
+        self, salt: str, tokens: Sequence[int], start: int, stop: int, blocks: Sequence[int], slot: Sequence[int]
+    ) -> None:
         """Tokens [start, stop) of a request: finished entries into its blocks, rings and states into its slot."""
         size = self.layout.block_tokens
         for position in range(start, stop):
@@ -84,7 +90,9 @@ class Device:
                 seen = position if window is None else position - count + index + 1
                 row = index if frozen else 0 if window is None else (seen - 1) % window.size
                 digest = prefix_digest(salt, tuple(tokens[:seen]))
-                assert self.has(pages[span.page], span, row, digest), f"I9: {span.memory} row {row} at {position}, frozen {frozen}"
+                assert self.has(pages[span.page], span, row, digest), (
+                    f"I9: {span.memory} row {row} at {position}, frozen {frozen}"
+                )
 
     # -- orders
 
@@ -96,7 +104,10 @@ class Device:
         live = self.layout.slot_live(order.position)
         if isinstance(order, SaveSlot):
             rows = [
-                np.concatenate([self.row(order.slot[s.page], s, first + i) for first, count in ranges for i in range(count)] or [self.pages[0, :0]])
+                np.concatenate(
+                    [self.row(order.slot[s.page], s, first + i) for first, count in ranges for i in range(count)]
+                    or [self.pages[0, :0]]
+                )
                 for s, ranges in zip(self.layout.slot_spans, live, strict=True)
             ]
             for page in order.checkpoint:
@@ -112,5 +123,7 @@ class Device:
             for first, count in ranges:
                 assert blob is not None
                 target = span.offset + first * span.row_bytes
-                self.pages[order.slot[span.page], target : target + count * span.row_bytes] = blob[at : at + count * span.row_bytes]
+                self.pages[order.slot[span.page], target : target + count * span.row_bytes] = blob[
+                    at : at + count * span.row_bytes
+                ]
                 at += count * span.row_bytes

@@ -3,7 +3,9 @@
 from lamina.memory.kinds import EntryFormat, Field, Fold, Log, Memory, Snapshot, Window
 from lamina.memory.layout import Layout, make_layout
 
-FP8 = EntryFormat("fp8", (Field("nope", "e4m3", (448,)), Field("rope", "bf16", (64,)), Field("scale", "e8m0", (8,))))  # 7 scales, 1 pad
+FP8 = EntryFormat(
+    "fp8", (Field("nope", "e4m3", (448,)), Field("rope", "bf16", (64,)), Field("scale", "e8m0", (8,)))
+)  # 7 scales, 1 pad
 BF16 = EntryFormat("bf16", (Field("row", "bf16", (512,)),))
 FP32 = EntryFormat("fp32", (Field("row", "fp32", (512,)),))
 INDEX_FP4 = EntryFormat("fp4", (Field("key", "e2m1", (128,)), Field("scale", "e8m0", (4,))))
@@ -24,7 +26,10 @@ def v4_memories(ratios: list[int], entry: EntryFormat = FP8, index: EntryFormat 
             carry = soft_fold(512, "next_")
             found += [Log("c4", layer, entry, 4), Fold("c4_fold", layer, soft_fold(512) + carry, 4, tuple(f.name for f in carry))]
             carry = soft_fold(128, "next_")
-            found += [Log("index", layer, index, 4), Fold("index_fold", layer, soft_fold(128) + carry, 4, tuple(f.name for f in carry))]
+            found += [
+                Log("index", layer, index, 4),
+                Fold("index_fold", layer, soft_fold(128) + carry, 4, tuple(f.name for f in carry)),
+            ]
         elif ratio == 128:
             found += [Log("c128", layer, entry, 128), Fold("c128_fold", layer, soft_fold(512), 128)]
     return found
@@ -71,4 +76,6 @@ def logs_only(block_tokens: int = 4) -> Layout:
 
 def scans_only() -> Layout:
     """No log: blocks are keys without pages."""
-    return make_layout([Snapshot("state", layer, (Field("s", "fp32", (16,)),)) for layer in range(3)], Field("hidden", "fp32", (8,)), 4)
+    return make_layout(
+        [Snapshot("state", layer, (Field("s", "fp32", (16,)),)) for layer in range(3)], Field("hidden", "fp32", (8,)), 4
+    )

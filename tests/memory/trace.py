@@ -8,8 +8,8 @@ from lamina.memory.ledger import Lease, Ledger, Refused, Wait
 from lamina.memory.prefix import Checkpoint, Hit, Node
 from tests.memory.device import FREE, Device, prefix_digest
 
-OPS = (*["admit"] * 4, *["extend"] * 7, *["commit"] * 5, *["checkpoint"] * 2, *["preempt"] * 2, "finish", "cancel", "rollback", "fork",
-       "lookup")  # fmt: skip
+OPS = (*["admit"] * 4, *["extend"] * 7, *["commit"] * 5, *["checkpoint"] * 2, *["preempt"] * 2, "finish", "cancel",
+       "rollback", "fork", "lookup")  # fmt: skip
 SALTS = ("", "other")
 #: prompts begin with one of these, so that paths are shared, left and met again
 STEMS = ((0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1), (0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0), (1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0))
@@ -168,7 +168,18 @@ class Trace:
             self.accepted.add((run.salt, tuple(run.truth[:end])))
         run.committed += n
         self.ledger.commit(lease, tokens)
+        if lease.state == "running" and self.ledger.adopt_twins and self.layout.has_logs:
+            self.check_moved(run, (run.committed - n) // self.layout.block_tokens)
         self.closed(run)
+
+    def check_moved(self, run: Run, first: int) -> None:
+        """Checkpoints inside a block that has just been published hold the published page, not one of their own."""
+        size = self.layout.block_tokens
+        known = self.stored(run.salt)
+        for number in range(first, run.committed // size):
+            for tokens, item in known:
+                if isinstance(item, Checkpoint) and item.position // size == number and tuple(run.truth[: len(tokens)]) == tokens:
+                    assert item.open_page in (None, run.lease.blocks[number]), "I1: a checkpoint keeps the page of a twin"
 
     def rollback(self, run: Run, n: int) -> None:
         self.settle()
@@ -234,7 +245,10 @@ class Trace:
 
     def state(self) -> tuple[object, ...]:
         """All that a failing call must leave alone."""
-        leases = tuple((run.lease.position, run.lease.committed, tuple(run.lease.blocks), run.lease.slot, run.lease.state) for run in self.runs)
+        leases = tuple(
+            (run.lease.position, run.lease.committed, tuple(run.lease.blocks), run.lease.slot, run.lease.state)
+            for run in self.runs
+        )
         return self.ledger.pages(), leases, self.ledger.evictions, len(self.ledger.index), len(self.ledger.all_checkpoints())
 
     def room(self, tokens: Sequence[int], max_new: int, hit: Hit | None) -> tuple[int, int, int]:
@@ -310,7 +324,9 @@ class Trace:
             lease = run.lease
             assert (lease.position, lease.committed) == (run.position, run.committed), "a position is wrong"
             assert lease.tokens == run.truth[: max(run.prompt, run.committed)], "known tokens are wrong"
-            assert len(lease.blocks) == (-(-run.position // self.layout.block_tokens) if self.layout.has_logs else 0), "I2: blocks"
+            assert len(lease.blocks) == (-(-run.position // self.layout.block_tokens) if self.layout.has_logs else 0), (
+                "I2: blocks"
+            )
         self.check_bytes(full=self.count % self.deep == 0)
 
     def check_bytes(self, full: bool) -> None:
@@ -326,6 +342,8 @@ class Trace:
                 path = _pages(item if isinstance(item, Node) else item.node)
                 if isinstance(item, Checkpoint):
                     path += [item.open_page] if item.open_page is not None else []
+                    used = {span.page for span in self.layout.checkpoint_spans(item.position) if span.rows}
+                    assert len(item.pages) == max(used) + 1, "I2: a checkpoint keeps surplus pages"
                     self.device.check_slot(salt, tokens, item.position, item.pages, frozen=True)
                 if path:
                     self.device.check_log(salt, tokens, len(tokens), path)

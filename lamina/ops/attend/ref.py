@@ -87,7 +87,11 @@ def _window_columns(position: int, size: int) -> tuple[int, int]:
 def _pad_queries(q: Tensor) -> Tensor:
     """q [B, n, H, D] -> [B, n', H, D] with n' * H a multiple of the rows that keep bits stable; added queries are zeros."""
     num = padded_rows(q.shape[1], ROW_MULTIPLE // math.gcd(q.shape[2], ROW_MULTIPLE))
-    return q if num == q.shape[1] else torch.nn.functional.pad(q, (0, 0, 0, 0, 0, num - q.shape[1]))
+    if num == q.shape[1]:
+        return q
+    padded = q.new_zeros(q.shape[0], num, *q.shape[2:])
+    padded[:, : q.shape[1]] = q
+    return padded
 
 
 def _attend_scopes(q: Tensor, scopes: list[Tensor], bias: Tensor, sink: Tensor) -> Tensor:
@@ -203,7 +207,7 @@ class _Task:
             selected = entries.selected.index_select(0, single.rows)
             wanted = selected.clamp(min=0)
             pages = tables.gather(1, wanted // entries.log.rows_per_page)
-            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten()).unflatten(0, wanted.shape)
+            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten()).view(*wanted.shape, -1)
             far = torch.where(selected < 0, -torch.inf, 0.0)
         return rows, torch.cat([_single_bias(single.positions, self.size, 0, 0), far[:, None]], dim=-1)
 
@@ -223,4 +227,4 @@ class _Task:
                 pieces += window.ring_rows(field, page, oldest, start)
                 pieces += [own[sequences.rows_of(sequence)], zeros[: base + columns - stop]]
             fields.append(torch.cat(pieces))
-        return window.codec.decode(tuple(fields)).unflatten(0, (len(owners), columns))
+        return window.codec.decode(tuple(fields)).view(len(owners), columns, -1)

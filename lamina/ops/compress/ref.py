@@ -60,7 +60,7 @@ def _empty(groups: Groups, width: int, device: torch.device) -> Tensor:
 def _load(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:
     group, sequence = where
     if group.numel():
-        state[group] = store.read_first(slots[sequence, store.slot_column]).unflatten(-1, (3, -1))
+        state[group] = store.read_first(slots[sequence, store.slot_column]).view(group.shape[0], 3, -1)
 
 
 def _save(state: Tensor, where: tuple[Tensor, Tensor], store: Store, slots: Tensor) -> None:

@@ -1,7 +1,6 @@
 """The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before the down product)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.ops.gemm import linear, padded_rows
@@ -33,7 +32,9 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
     for expert, own in enumerate(places):
         if own:
             at = torch.tensor(own, device=x.device)
-            rows, spare = at // top_k, (0, 0, 0, padded_rows(len(own)) - len(own))
-            inputs, weight = F.pad(x.index_select(0, rows), spare), F.pad(share.index_select(0, at), spare)
+            rows, num = at // top_k, padded_rows(len(own))
+            inputs, weight = x.new_zeros(num, x.shape[1]), share.new_zeros(num, 1)
+            inputs[: len(own)] = x.index_select(0, rows)
+            weight[: len(own)] = share.index_select(0, at)
             out.index_add_(0, rows, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[: len(own)])
     return out

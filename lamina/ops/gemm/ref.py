@@ -30,11 +30,12 @@ def prepared(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in] any float, weight [out, in] fp32 -> [..., out] fp32. Rows are the caller's to pad."""
+    x = x if x.dtype == torch.float32 else x.float()
     out, width = weight.shape
     if weight.stride(0) == 1 and weight.stride(1) > out:  # prepared, with zero rows behind the view
         whole = weight.as_strided((weight.stride(1), width), weight.stride())
-        return F.linear(x.float(), whole)[..., :out]
-    return F.linear(x.float(), weight)
+        return F.linear(x, whole)[..., :out]
+    return F.linear(x, weight)
 
 
 def unstable_shapes(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

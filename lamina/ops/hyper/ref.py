@@ -40,25 +40,29 @@ def _balanced(comb: Tensor, iterations: int, eps: float) -> Tensor:
     """comb [T, S, S] positive -> the same after alternating column and row normalisations, ending on columns.
 
     Tokens go last, so that each of the many small operations is one pass; on a CPU numpy runs them, whose calls cost less.
-    An extra row and column of eps beside the matrices lets one sum do for "sum + eps".
     """
-    num = comb.shape[1]
-    framed = comb.new_full((num + 1, num + 1, comb.shape[0]), eps)  # [S + 1, S + 1, T]
-    matrix = framed[:num, :num]
-    matrix.copy_(comb.permute(1, 2, 0))
-    by_column, by_row = framed[:, :num], framed[:num]
+    matrix = comb.permute(1, 2, 0).contiguous()  # [S, S, T]
     if comb.device.type == "cpu":
-        a, columns, rows = matrix.numpy(), by_column.numpy(), by_row.numpy()
-        a /= np.add.reduce(columns, axis=0)
-        for _ in range(iterations - 1):
-            a /= np.add.reduce(rows, axis=1, keepdims=True)
-            a /= np.add.reduce(columns, axis=0)
+        _balance(matrix.numpy(), iterations, np.float32(eps))
     else:
-        matrix /= by_column.sum(0)
+        matrix /= matrix.sum(0) + eps
         for _ in range(iterations - 1):
-            matrix /= by_row.sum(1, keepdim=True)
-            matrix /= by_column.sum(0)
+            matrix /= matrix.sum(1, keepdim=True) + eps
+            matrix /= matrix.sum(0) + eps
     return matrix.permute(2, 0, 1)
+
+
+def _balance(matrix: np.ndarray, iterations: int, eps: np.float32) -> None:
+    """The same in place for an array [S, S, T]. Sums start from eps; arguments are positional and outputs kept: calls are the cost."""
+    columns, rows = np.empty_like(matrix[0]), np.empty_like(matrix[:, :1])
+    total, divide, flat_rows = np.add.reduce, np.divide, rows[:, 0]
+    total(matrix, 0, None, columns, False, eps)
+    divide(matrix, columns, matrix)
+    for _ in range(iterations - 1):
+        total(matrix, 1, None, flat_rows, False, eps)
+        divide(matrix, rows, matrix)
+        total(matrix, 0, None, columns, False, eps)
+        divide(matrix, columns, matrix)
 
 
 def hyper_pre(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +70,7 @@ def hyper_pre(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
     num = streams.shape[1]
     mixes = _mixes(streams, mixer)
     gates = _sigmoid(mixes[:, : 2 * num])
-    comb = mixes[:, 2 * num :].unflatten(-1, (num, num)).softmax(-1) + mixer.eps
+    comb = mixes[:, 2 * num :].reshape(-1, num, num).softmax(-1) + mixer.eps
     collapsed = ((gates[:, :num, None] + mixer.eps) * streams).sum(1)
     return collapsed.to(streams.dtype), 2 * gates[:, num:], _balanced(comb, mixer.iterations, mixer.eps)
 

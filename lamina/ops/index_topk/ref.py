@@ -16,7 +16,7 @@ def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     num = padded_rows(count, ROW_MULTIPLE // math.gcd(heads, ROW_MULTIPLE))
     if num != count:
         queries = torch.cat([queries, queries.new_zeros(batch, num - count, heads, dim)], dim=1)
-    products = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).unflatten(1, (num, heads))[:, :count]
+    products = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).view(batch, num, heads, -1)[:, :count]
     return products.clamp_(min=0).mul_(weights[..., None]).sum(2)
 
 

@@ -55,7 +55,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Pair p is dims (2p, 2p + 1): (a, b) -> (a cos - b sin, b cos + a sin).
     """
     x = x.float()
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = x.view(*x.shape[:-1], -1, 2).flip(-1).view(x.shape)
     return (x * cos).add_(swapped.mul_(sin))
 
 

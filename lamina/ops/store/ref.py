@@ -30,6 +30,11 @@ class EntryCodec(Protocol):
     """How vectors of one width are stored."""
 
     @property
+    def width(self) -> int:
+        """Elements of a vector."""
+        ...
+
+    @property
     def fields(self) -> tuple[tuple[str, str, int], ...]:
         """(name, dtype, elements a row) of each field."""
         ...
@@ -183,7 +188,7 @@ class Store:
         """fp32 [R, columns, width]: the first rows of R logs with block tables [R, blocks]; zeros from counts[r] on."""
         blocks = tables[:, : -(-columns // self.rows_per_page)]
         found = tuple(view.index_select(0, blocks.flatten()).flatten(0, 1) for view in self.views)
-        rows = self.codec.decode(found).unflatten(0, (blocks.shape[0], -1))[:, :columns]
+        rows = self.codec.decode(found).view(blocks.shape[0], -1, self.codec.width)[:, :columns]
         if rows.shape[1] < columns:
             rows = torch.cat([rows, rows.new_zeros(rows.shape[0], columns - rows.shape[1], rows.shape[2])], dim=1)
         for row, count in zip(rows, counts, strict=True):

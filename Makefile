@@ -1,0 +1,70 @@
+# Two commands do all the set-up: `make demo` and `make test`. Both make .venv first if it is not there.
+#
+#   PYTHON   the interpreter that .venv is made from (3.11 or newer): make demo PYTHON=python3.12
+#   WORKERS  test processes that run at once (default 2)
+
+PYTHON  ?= python3
+WORKERS ?= 2
+# The version that the numbers in README.md were measured with; the CPU build is enough.
+TORCH   := torch==2.13.0
+
+SHELL       := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN  := $(VENV)/bin
+# One line for each package that pip downloads, nothing else but errors.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off
+PIP_LINES   := { grep --line-buffered -oE '(Downloading|Using cached) [^ /]+\.(whl|tar\.gz) .*' || true; } | sed -u 's/^/    /'
+# One thread each: the workers share the cores, and a test's numbers do not depend on how many there are.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-long lint bench clean
+
+help:
+	@echo "make demo       generate from a tiny model made on the spot, and show what every byte was for"
+	@echo "make test       lint, and every test but the long ones (minutes)"
+	@echo "make test-long  the long tests"
+	@echo "make lint       ruff"
+	@echo "make bench      tokens/s of Lamina and of Transformers, side by side"
+	@echo "make clean      remove .venv, caches and builds"
+
+# Threads that wait asleep: spinning ones slow a small model down many times where other programs keep the cores busy.
+demo: $(VENV)/.installed
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/lamina demo
+
+test: lint
+	@$(PYTEST) -m "not long"
+
+test-long: $(VENV)/.installed-test
+	@$(PYTEST) -m long
+
+lint: $(VENV)/.installed-test
+	@$(BIN)/ruff check .
+
+bench: $(VENV)/.installed-test
+	@$(BIN)/python bench/cpu_generate.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.torch: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@echo "[1/3] $(VENV): a Python environment of its own"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] $(VENV): $(TORCH), the largest download"
+	@$(PIP_INSTALL) "$(TORCH)" | $(PIP_LINES)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "[3/3] $(VENV): lamina and what it needs"
+	@$(PIP_INSTALL) -e . | $(PIP_LINES)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "[test] $(VENV): what the tests need"
+	@$(PIP_INSTALL) -e '.[test]' | $(PIP_LINES)
+	@touch $@

@@ -1,0 +1,34 @@
+"""Each seeded fault must be noticed by the traces that the real code passes; so the traces can fail."""
+
+import random
+
+import pytest
+
+from tests.memory.mutants import MUTANTS
+from tests.memory.shapes import logs_only, scans_only, tiny
+from tests.memory.trace import Trace
+
+STEPS = 100
+
+
+def run(seed: int) -> None:
+    """One random trace; layouts, sizes and switches follow from the seed."""
+    rng = random.Random(seed)
+    layout = rng.choice([tiny, tiny, tiny, lambda: tiny(8), lambda: tiny(hidden=False), logs_only, scans_only])()
+    trace = Trace(layout, rng.randint(4, 24), rng.random() < 0.7, rng.choice([1, 2, 5]))
+    for _ in range(STEPS):
+        trace.step(*(rng.randrange(1 << 12) for _ in range(4)))
+    trace.close()
+
+
+def test_the_real_code_survives() -> None:
+    for seed in range(80):
+        run(seed)
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(80):
+            run(seed)
