@@ -12,9 +12,8 @@ from lamina.engine.engine import Engine
 from lamina.memory.lease import PageCounts
 from lamina.memory.plan import Held, Prediction, measured, predict
 from lamina.memory.prefix import Checkpoint, encode
-from lamina.runtime.runner import Runner
 from lamina.schedule.request import Request, RequestState
-from lamina.schedule.step import Slice, Step, StepResult
+from lamina.schedule.step import Slice, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +79,6 @@ class Speed:
         return self.decode_tokens / self.decode_s if self.decode_tokens and self.decode_s else None
 
 
-class WatchedRunner(Runner):
-    """A runner that tells what it has computed before the results are booked."""
-
-    def __init__(self, runner: Runner, on_computed: Callable[[Step], None]) -> None:
-        super().__init__(runner.model, runner.arena, runner.rings, runner.device, runner.multiple > 1)
-        self.on_computed = on_computed
-
-    def execute(self, step: Step) -> StepResult:
-        """Runs one step to its end."""
-        result = super().execute(step)
-        self.on_computed(step)
-        return result
-
-
 class Watch:
     """Drives an engine step by step and watches it. Make it before the first request of a fresh engine.
 
@@ -115,7 +100,7 @@ class Watch:
         self._moment: tuple[list[Held], tuple[int, ...], int] | None = None
         self._evictions = 0
         self._seen: set[int] = set()  # blocks counted in the moment being looked at
-        engine.worker.runner = WatchedRunner(engine.worker.runner, self._computed)
+        engine.on_computed = self._computed
 
     def step(self) -> bool:
         """One step of the engine. False if there was nothing to do."""

@@ -9,6 +9,7 @@ from lamina.layers.rounding import rounded
 from lamina.ops.experts import experts, swiglu
 from lamina.ops.gemm import linear
 from lamina.ops.route import route, route_by_table
+from lamina.ops.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,9 @@ class MixtureOfExperts:
     limit: float
     dtype: torch.dtype
 
-    def forward(self, x: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-        """x [T, D], tokens [T]; rows from num_rows on are padding and visit no routed expert. Returns [T, D]."""
+    def forward(self, x: Tensor, tokens: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, D], tokens [T]; rows of padding visit no routed expert. Returns [T, D]."""
+        num_rows = sequences.num_rows
         logits = linear(x, self.gate)[:num_rows]
         if self.table is not None:
             chosen, weights = route_by_table(logits, self.table[tokens[:num_rows]], self.scale)
@@ -40,5 +42,6 @@ class MixtureOfExperts:
             assert self.bias is not None
             chosen, weights = route(logits, self.bias, self.top_k, self.scale)
         out = swiglu(x, self.shared_gate_up, self.shared_down, self.limit)
-        out[:num_rows] += experts(x[:num_rows], chosen, weights, self.gate_up, self.down, self.limit)
+        rows = x[:num_rows]
+        out[:num_rows] += experts(rows, chosen, weights, self.gate_up, self.down, self.limit, sequences.row_multiple)
         return rounded(out, self.dtype)

@@ -146,7 +146,7 @@ class Model:
             streams = rounded(hyper_post(streams, out, post, comb), self.dtype)
             mixed, post, comb = hyper_pre(streams, block.ffn_mixer)
             x = rounded(rms_norm(rounded(mixed, self.dtype), block.ffn_norm, self.config.norm_eps), self.dtype)
-            out = block.ffn.forward(x, tokens, sequences.num_rows)
+            out = block.ffn.forward(x, tokens, sequences)
             streams = rounded(hyper_post(streams, out, post, comb), self.dtype)
         return rms_norm(rounded(hyper_head(streams, self.head_mixer), self.dtype), self.norm, self.config.norm_eps)
 

@@ -72,13 +72,14 @@ class Sequences:
     positions  [T] int64, padded rows included.   tables  [R, blocks] int64 page of each block.   slots  [R, slot pages] int64.
     starts, stops  tokens seen before and after the step, per sequence.   first_rows  first row of each sequence.
     groups     for each compression ratio of the model the groups touched.
-    slot_pages the slots on the host.   singles  for each ratio (0: no entries) the sequences with one row.
+    row_multiple  products get a multiple of so many rows.   slot_pages  the slots on the host.   singles  for each ratio (0: no entries) the sequences with one row.
     longer     tiles of the sequences with more rows, one tuple a sequence.
     tails      for each ring length the rows to keep in a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
     """
 
     positions: Tensor
     num_rows: int
+    row_multiple: int
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     first_rows: tuple[int, ...]

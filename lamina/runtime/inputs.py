@@ -28,6 +28,7 @@ def step_arrays(
     sequences = Sequences(
         positions=torch.tensor(positions + padding, dtype=torch.int64, device=device),
         num_rows=num_rows,
+        row_multiple=multiple,
         starts=starts,
         stops=stops,
         first_rows=firsts,

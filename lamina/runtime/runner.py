@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
+from lamina.ops.gemm import padded_rows
 from lamina.ops.sample import SampleBatch, sample, token_logprobs
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
@@ -14,6 +14,7 @@ from lamina.runtime.arena import DeviceArena
 from lamina.runtime.inputs import step_arrays
 from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
 
+_ONE_THREAD_TOKENS = 16
 _LOGPROB_ROWS = 256  # prompt rows whose logits exist at once
 
 
@@ -37,20 +38,30 @@ class ForwardModel(Protocol):
 class Runner:
     """Runs steps of one model over one arena.
 
-    pads_rows   whether products get row counts that keep a row's bits independent of the others.
-    rings       ring lengths of the model's windows.
+    rings         ring lengths of the model's windows.
+    row_multiple  products get a multiple of so many rows, which keeps a row's bits independent of the others; 1 pads nothing.
     """
 
-    def __init__(self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], device: torch.device, pads_rows: bool = True) -> None:
+    def __init__(
+        self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], device: torch.device, row_multiple: int = 1
+    ) -> None:
         self.model = model
         self.arena = arena
         self.rings = rings
         self.device = device
-        self.multiple = ROW_MULTIPLE if pads_rows else 1
+        self.multiple = row_multiple
+
+    def execute(self, step: Step) -> StepResult:
+        """Runs one step to its end. A small one runs on one thread: bits are the same, and waking others costs more than it gives."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if step.num_tokens <= _ONE_THREAD_TOKENS else threads)
+        try:
+            return self._execute(step)
+        finally:
+            torch.set_num_threads(threads)
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> StepResult:
-        """Runs one step to its end."""
+    def _execute(self, step: Step) -> StepResult:
         self.arena.run(step.copies_before)
         hidden = None
         prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(step.slices)

@@ -1,5 +1,6 @@
 """One model on one device: its layout from the config alone, then its arena, weights and runner."""
 
+import gc
 import hashlib
 import logging
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from lamina.base.log import event, get_logger
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
 from lamina.models.registry import blueprint
-from lamina.ops.gemm import unstable_shapes
+from lamina.ops.gemm import stable_row_multiple
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
 from lamina.runtime.host_memory import keep_freed_memory
@@ -23,6 +24,7 @@ from lamina.weights.headers import read_config
 from lamina.weights.loader import Checkpoint
 
 _LOG = get_logger(__name__)
+_FALLBACK_MULTIPLE = 8
 _ID_BYTES = 64 * 1024  # of each end of a weight file that go into the model id
 
 
@@ -59,9 +61,13 @@ class Worker:
             ignored = checkpoint.ignored
         if ignored.count:
             event(_LOG, "weights_not_used", tensors=ignored.count, bytes=ignored.nbytes)
-        if self.pads_rows and (bad := unstable_shapes(self.model.product_shapes)):
-            event(_LOG, "not_deterministic", logging.WARNING, reason="products depend on the row count here", shapes=bad)
-        self.runner = Runner(self.model, self.arena, self.blueprint.rings, device, self.pads_rows)
+        multiple = stable_row_multiple(self.model.product_shapes) if self.pads_rows else 1
+        if multiple is None:
+            multiple = _FALLBACK_MULTIPLE
+            event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
+        self.runner = Runner(self.model, self.arena, self.blueprint.rings, device, multiple)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections need not look at it again
 
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end."""

@@ -316,3 +316,17 @@ def test_logprobs_are_those_of_the_scores(first: Bench) -> None:
         for other, item in found.items():
             assert abs(item.logprob - float(expected[other])) < 1e-5
             assert order[item.rank - 1] == other
+
+
+@pytest.mark.long
+def test_contexts_beyond_the_masked_ones(first: Bench) -> None:
+    """9,000 tokens: the real border between masking and gathering (2,048 entries), cut in two ways, warm, and decoded."""
+    prompt = first.random_ids(9000, 1)
+    for budget in (700, 129):
+        first.reset(budget)
+        (group,) = first.serve([prompt])
+        first.check(group, computed=9000)
+    first.recorder.forget()
+    (again,) = first.serve([prompt])
+    assert again.output.usage.cached_tokens == 9000
+    first.check(again, computed=0)

@@ -17,7 +17,7 @@ _BASE: dict[str, object] = {
     "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8,
     "sliding_window": 128, "compress_rope_theta": 160000.0, "rope_theta": 10000.0,
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
-    "max_position_embeddings": 4096, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16384, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6,
     "num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 

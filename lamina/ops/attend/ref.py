@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
+from lamina.ops.gemm import padded_rows
 from lamina.ops.sequences import TILE, Sequences, Single, Tile, entry_columns
 from lamina.ops.store import Store
 
@@ -84,9 +84,9 @@ def _window_columns(position: int, size: int) -> tuple[int, int]:
     return (position // TILE - back) * TILE, (back + 1) * TILE
 
 
-def _pad_queries(q: Tensor) -> Tensor:
+def _pad_queries(q: Tensor, multiple: int) -> Tensor:
     """q [B, n, H, D] -> [B, n', H, D] with n' * H a multiple of the rows that keep bits stable; added queries are zeros."""
-    num = padded_rows(q.shape[1], ROW_MULTIPLE // math.gcd(q.shape[2], ROW_MULTIPLE))
+    num = padded_rows(q.shape[1], multiple // math.gcd(q.shape[2], multiple))
     if num == q.shape[1]:
         return q
     padded = q.new_zeros(q.shape[0], num, *q.shape[2:])
@@ -94,10 +94,10 @@ def _pad_queries(q: Tensor) -> Tensor:
     return padded
 
 
-def _attend_scopes(q: Tensor, scopes: list[Tensor], bias: Tensor, sink: Tensor) -> Tensor:
+def _attend_scopes(q: Tensor, scopes: list[Tensor], bias: Tensor, sink: Tensor, multiple: int) -> Tensor:
     """q [B, n, H, D] scaled, scopes of rows [B, N, D], bias [B, n, sum of N], sink [H] -> [B, n, H, D]: one softmax over all."""
     batch, count, heads, dim = q.shape
-    flat = _pad_queries(q).flatten(1, 2)  # [B, n' * H, D]
+    flat = _pad_queries(q, multiple).flatten(1, 2)  # [B, n' * H, D]
     weights = [torch.bmm(flat, rows.transpose(1, 2)) for rows in scopes]
     joint = weights[0] if len(weights) == 1 else torch.cat(weights, dim=-1)
     scores = joint.view(batch, -1, heads, joint.shape[-1])
@@ -149,6 +149,7 @@ class _Task:
     def attend_sequence(self, tiles: tuple[Tile, ...]) -> None:
         """All tiles of one sequence, one after another; its past is read once."""
         sequences, sequence, entries = self.sequences, tiles[0].sequence, self.entries
+        multiple = sequences.row_multiple
         start, stop = sequences.starts[sequence], sequences.stops[sequence]
         base, _ = _window_columns(start, self.size)
         rows = self._window_rows((sequence,), (stop - 1) // TILE * TILE + TILE - base)[0]
@@ -163,7 +164,7 @@ class _Task:
             near = rows[None, first - base : first - base + columns]
             bias = _window_bias(position, tile.count, self.size)
             if entries is None or known is None:
-                self.out[own] = _attend_scopes(self.q[None, own], [near], bias[None], self.sink)[0]
+                self.out[own] = _attend_scopes(self.q[None, own], [near], bias[None], self.sink, multiple)[0]
                 continue
             columns = entry_columns(tile.index, entries.ratio)
             if not entries.is_dense(columns):
@@ -172,14 +173,14 @@ class _Task:
                 far = known[0, selected.clamp(min=0)]
                 both = torch.cat([bias, torch.where(selected < 0, -torch.inf, 0.0)], dim=-1)[:, None]
                 scopes = [near.expand(tile.count, -1, -1), far]
-                self.out[own] = _attend_scopes(self.q[own, None], scopes, both, self.sink)[:, 0]
+                self.out[own] = _attend_scopes(self.q[own, None], scopes, both, self.sink, multiple)[:, 0]
                 continue
             if entries.selected is None:
                 far_bias = _entry_bias(position, tile.count, entries.ratio, columns)
             else:
                 far_bias = _selected_bias(entries.selected[own], columns)
             both = torch.cat([bias, far_bias], dim=-1)[None]
-            self.out[own] = _attend_scopes(self.q[None, own], [near, known[:, :columns]], both, self.sink)[0]
+            self.out[own] = _attend_scopes(self.q[None, own], [near, known[:, :columns]], both, self.sink, multiple)[0]
 
     def attend_single(self, single: Single) -> None:
         """One query of each of several sequences, all with the same number of entry columns."""
@@ -191,7 +192,8 @@ class _Task:
             rows, bias = self._single_entries(self.entries, single)
             scopes.append(rows)
         q = self.q.index_select(0, single.rows)[:, None]
-        self.out.index_copy_(0, single.rows, _attend_scopes(q, scopes, bias, self.sink)[:, 0])
+        found = _attend_scopes(q, scopes, bias, self.sink, self.sequences.row_multiple)
+        self.out.index_copy_(0, single.rows, found[:, 0])
 
     def _single_entries(self, entries: EntryScope, single: Single) -> tuple[Tensor, Tensor]:
         """Rows [B, N, D] of the entries of B sequences with one query each, and the bias [B, 1, ...] of window and entries."""

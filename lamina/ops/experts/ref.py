@@ -18,10 +18,13 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tenso
     return linear(act.to(x.dtype), down)
 
 
-def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+def experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float, row_multiple: int = 1
+) -> Tensor:
     """Sum over each token's experts, added in ascending expert order.
 
-    x [T, D].   chosen [T, k] int64.   weights [T, k] fp32.   gate_up [E, 2I, D], down [E, D, I] fp32.   Returns [T, D] fp32.
+    x [T, D].   chosen [T, k] int64.   weights [T, k] fp32.   gate_up [E, 2I, D], down [E, D, I] fp32.
+    row_multiple  rows given to each product are a multiple of it.   Returns [T, D] fp32.
     """
     top_k = chosen.shape[1]
     places: list[list[int]] = [[] for _ in range(gate_up.shape[0])]  # of each expert, in the flattened choices
@@ -32,7 +35,7 @@ def experts(x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: T
     for expert, own in enumerate(places):
         if own:
             at = torch.tensor(own, device=x.device)
-            rows, num = at // top_k, padded_rows(len(own))
+            rows, num = at // top_k, padded_rows(len(own), row_multiple)
             inputs, weight = x.new_zeros(num, x.shape[1]), share.new_zeros(num, 1)
             inputs[: len(own)] = x.index_select(0, rows)
             weight[: len(own)] = share.index_select(0, at)

@@ -1,5 +1,5 @@
-"""Products in fp32. On CPU the library picks other kernels for few rows than for many, with other bits:
-a multiple of 8 rows gives the same bits for every count (measured; `unstable_shapes` checks it at start-up)."""
+"""Products in fp32. On CPU the library picks other kernels for few rows than for many, with other bits: some multiple of
+rows (4 where it was measured) gives the same bits for every count. Start-up finds the smallest that does on the machine."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW_MULTIPLE = 8
+ROW_MULTIPLES = (4, 8, 16, 32)
 MIN_COLUMNS = 16
 
 
-def padded_rows(num_rows: int, multiple: int = ROW_MULTIPLE) -> int:
+def padded_rows(num_rows: int, multiple: int) -> int:
     """The next multiple, at least one."""
     return max(1, -(-num_rows // multiple)) * multiple
 
@@ -38,15 +38,27 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def unstable_shapes(shapes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The (in, out) shapes for which a row's bits depend on the number of rows, on this machine and thread count."""
+def stable_row_multiple(shapes: Iterable[tuple[int, int]]) -> int | None:
+    """The smallest multiple of rows with which no row's bits depend on their number, for products of these (in, out) shapes.
+
+    None if there is none on this machine and thread count.
+    """
+    wanted = sorted(set(shapes))
+    return next((m for m in ROW_MULTIPLES if not any(is_unstable(*shape, m) for shape in wanted)), None)
+
+
+def is_unstable(width_in: int, width_out: int, multiple: int) -> bool:
+    """Whether some count of rows that is a multiple of `multiple` gives a row other bits than 128 rows do, plain or batched."""
     generator = torch.Generator().manual_seed(0)
-    bad = []
-    for width_in, width_out in sorted(set(shapes)):
-        weight = prepared(torch.randn(width_out, width_in, generator=generator))
-        x = torch.randn(64, width_in, generator=generator)
-        full = linear(x, weight)
-        parts = [(0, 8), (8, 24), (5, 37), (0, 64)]
-        if not all(torch.equal(linear(x[a:b].clone(), weight), full[a:b]) for a, b in parts):
-            bad.append((width_in, width_out))
-    return bad
+    weight = prepared(torch.randn(width_out, width_in, generator=generator))
+    x = torch.randn(128, width_in, generator=generator)
+    full = linear(x, weight)
+    batched = torch.bmm(x[None].expand(3, -1, -1), weight.transpose(0, 1)[None].expand(3, -1, -1))
+    for rows in (1, 2, 3, 5, 9):
+        part = x[7 : 7 + rows * multiple]
+        count = part.shape[0] // multiple * multiple
+        if not torch.equal(linear(part[:count].clone(), weight), full[7 : 7 + count]):
+            return True
+        if not torch.equal(torch.bmm(part[None, :count], weight.transpose(0, 1)[None])[0], batched[2, 7 : 7 + count]):
+            return True
+    return False

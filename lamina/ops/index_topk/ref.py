@@ -5,15 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from lamina.ops.gemm import ROW_MULTIPLE, padded_rows
+from lamina.ops.gemm import padded_rows
 from lamina.ops.sequences import Sequences, entry_columns
 from lamina.ops.store import Store
 
 
-def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+#: up to so many rows a whole stable sort takes less time than the search for ties; the result is the same
+_SORTED_ROWS = 8
+
+
+def _scores(queries: Tensor, weights: Tensor, keys: Tensor, multiple: int) -> Tensor:
     """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: the heads' clipped products, weighted and summed."""
     batch, count, heads, dim = queries.shape
-    num = padded_rows(count, ROW_MULTIPLE // math.gcd(heads, ROW_MULTIPLE))
+    num = padded_rows(count, multiple // math.gcd(heads, multiple))
     if num != count:
         queries = torch.cat([queries, queries.new_zeros(batch, num - count, heads, dim)], dim=1)
     products = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).view(batch, num, heads, -1)[:, :count]
@@ -25,6 +29,9 @@ def _select(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     columns = torch.arange(scores.shape[1], device=scores.device)
     is_visible = columns < visible[:, None]
     scores = scores.masked_fill_(~is_visible, -torch.inf)
+    if scores.shape[0] <= _SORTED_ROWS:
+        best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :top_k].sort(dim=-1).values
+        return torch.where(best < visible[:, None], best, -1)
     kth = scores.topk(top_k, dim=-1).values[:, -1:]
     above, ties = scores > kth, (scores == kth) & is_visible
     room = top_k - above.sum(-1, keepdim=True)
@@ -57,12 +64,13 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
                 tables = sequences.tables[sequence : sequence + 1]
                 decoded = keys.read_logs(tables, (stop // ratio,), entry_columns(tiles[-1].index, ratio))
             own = slice(tile.row, tile.row + tile.count)
-            scores = _scores(queries[None, own], weights[None, own], decoded[:, : entry_columns(tile.index, ratio)])[0]
+            columns = entry_columns(tile.index, ratio)
+            scores = _scores(queries[None, own], weights[None, own], decoded[:, :columns], sequences.row_multiple)[0]
             selected[own] = _select(scores, visible[own], top_k)
     for single in sequences.singles[ratio]:  # one query each: the same products, batched
         counts = tuple((position + 1) // ratio for position in single.positions)
         if max(counts) > top_k:
             rows = keys.read_logs(sequences.tables.index_select(0, single.sequences), counts, single.columns)
-            scores = _scores(queries[single.rows, None], weights[single.rows, None], rows)[:, 0]
+            scores = _scores(queries[single.rows, None], weights[single.rows, None], rows, sequences.row_multiple)[:, 0]
             selected[single.rows] = _select(scores, visible[single.rows], top_k)
     return selected
