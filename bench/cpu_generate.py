@@ -67,7 +67,9 @@ def lamina_round(llm: LLM, ids: list[list[int]], decode_tokens: int) -> tuple[fl
     return prefill, decode
 
 
-def rival_round(model: torch.nn.Module, make_cache: Callable[[], object], ids: list[list[int]], decode_tokens: int, piece: int) -> tuple[float, float]:
+def rival_round(
+    model: torch.nn.Module, make_cache: Callable[[], object], ids: list[list[int]], decode_tokens: int, piece: int
+) -> tuple[float, float]:
     """The same of Transformers: one padded-free batch of equal lengths, greedy."""
     tokens = torch.tensor(ids)
     with torch.inference_mode():
@@ -104,10 +106,9 @@ def main() -> None:
         directory = str(Path(root) / "bench")
         rival_config = AutoConfig.from_pretrained(directory)
         rival = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-        llm = LLM(
-            directory, cache_format="fp32", index_format="fp32", cache_bytes="1GiB", max_step_tokens=args.max_step_tokens
-        )
-        print(f"{sum(p.numel() for p in rival.parameters()) / 1e6:.1f} M parameters, {torch.get_num_threads()} threads, torch {torch.__version__}")
+        llm = LLM(directory, cache_format="fp32", index_format="fp32", cache_bytes="1GiB", max_step_tokens=args.max_step_tokens)
+        size = sum(p.numel() for p in rival.parameters()) / 1e6
+        print(f"{size:.1f} M parameters, {torch.get_num_threads()} threads, torch {torch.__version__}")
         cells = []
         for context in map(int, args.contexts.split(",")):
             for batch in map(int, args.batches.split(",")):
@@ -115,7 +116,9 @@ def main() -> None:
                 for repeat in range(args.repeats + 1):  # the first round warms both up
                     ids = prompts(batch, context, llm.engine.vocab_size, seed=repeat * 1000 + context + batch)
                     ours.append(lamina_round(llm, ids, args.decode_tokens))
-                    theirs.append(rival_round(rival, lambda: DynamicCache(config=rival_config), ids, args.decode_tokens, args.piece))
+                    theirs.append(
+                        rival_round(rival, lambda: DynamicCache(config=rival_config), ids, args.decode_tokens, args.piece)
+                    )
                     llm.engine.ledger.drop_index()
                 for phase, column, tokens in (("prefill", 0, batch * context), ("decode", 1, batch * args.decode_tokens)):
                     mine = [tokens / times[column] for times in ours[1:]]
@@ -130,7 +133,10 @@ def main() -> None:
     if args.json:
         with args.json.open("a") as file:
             for cell in cells:
-                file.write(json.dumps({**asdict(cell), "ratio": cell.ratio, "cpu": platform.processor(), "torch": torch.__version__}) + "\n")
+                file.write(
+                    json.dumps({**asdict(cell), "ratio": cell.ratio, "cpu": platform.processor(), "torch": torch.__version__})
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from lamina.engine.outputs import CompletionOutput, Delta, Logprob, RequestOutpu
 from lamina.schedule.sampling_params import SamplingParams
 
 __all__ = [
-    "LLM", "CapacityError", "CompletionOutput", "ConfigError", "Delta", "LaminaError", "Logprob", "RequestOutput", "SamplingParams",
-    "Usage", "WeightError",
+    "LLM", "CapacityError", "CompletionOutput", "ConfigError", "Delta", "LaminaError", "Logprob", "RequestOutput",
+    "SamplingParams", "Usage", "WeightError",
 ]  # fmt: skip
 __version__ = "0.1.0"

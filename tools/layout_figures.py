@@ -1,6 +1,6 @@
 """The memory figures of README.md: what requests of DeepSeek-V4 Flash and Pro take, calculated from their configs alone.
 
-    python tools/layout_figures.py [--cache-format fp8 --index-format fp4]
+python tools/layout_figures.py [--cache-format fp8 --index-format fp4]
 """
 
 import argparse

@@ -11,5 +11,7 @@ def get_logger(name: str) -> logging.Logger:
 def event(logger: logging.Logger, what: str, level: int = logging.INFO, **fields: object) -> None:
     """Logs `what key=value ...`; texts with spaces are quoted."""
     if logger.isEnabledFor(level):
-        parts = [f"{key}={value!r}" if isinstance(value, str) and " " in value else f"{key}={value}" for key, value in fields.items()]
+        parts = [
+            f"{key}={value!r}" if isinstance(value, str) and " " in value else f"{key}={value}" for key, value in fields.items()
+        ]
         logger.log(level, " ".join([what, *parts]))

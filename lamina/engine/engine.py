@@ -12,7 +12,7 @@ from lamina.base.log import event, get_logger
 from lamina.base.sizes import format_bytes
 from lamina.engine.locate import locate
 from lamina.engine.outputs import Delta, RequestOutput, Usage
-from lamina.engine.text import TextCodec, load_codec
+from lamina.engine.text import load_codec
 from lamina.engine.text_output import GrowingOutput, to_logprobs
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
@@ -59,7 +59,9 @@ class Engine:
         self.max_model_len = _max_model_len(config, self.layout, self.num_pages, self.worker.max_positions)
         self.codec = load_codec(self.directory)
         if self.codec is not None and self.codec.vocab_size > self.vocab_size:
-            raise ConfigError("tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json")
+            raise ConfigError(
+                "tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json"
+            )
         self.worker.load(on_tensor)
         self.ledger = Ledger(self.layout, self.num_pages, self.worker.model_id(), adopt_twins=self.worker.pads_rows)
         self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size)
@@ -115,7 +117,12 @@ class Engine:
             max_new = min(params.max_tokens, self.max_model_len - len(ids))
             wants_prompt = params.prompt_logprobs is not None
             output = RequestOutput(
-                self._next_id, prompt if isinstance(prompt, str) else None, ids, [None] if wants_prompt else None, [], Usage(len(ids))
+                self._next_id,
+                prompt if isinstance(prompt, str) else None,
+                ids,
+                [None] if wants_prompt else None,
+                [],
+                Usage(len(ids)),
             )
             group = Group(self._next_id, prompt_index, output, [], [])
             for child in range(params.n):

@@ -17,8 +17,8 @@ Prompt: TypeAlias = str | Sequence[int]
 class LLM:
     """A model that generates. Settings are those of `EngineConfig`, by keyword.
 
-        llm = LLM("path/to/checkpoint", cache_bytes="2GiB")
-        llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0))
+    llm = LLM("path/to/checkpoint", cache_bytes="2GiB")
+    llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0))
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class LLM:
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
-            model=str(model), dtype=dtype, cache_format=cache_format, index_format=index_format, device=device, cache_bytes=cache_bytes,
-            max_step_tokens=max_step_tokens, max_requests=max_requests, max_model_len=max_model_len, block_tokens=block_tokens,
+            model=str(model), dtype=dtype, cache_format=cache_format, index_format=index_format, device=device,
+            cache_bytes=cache_bytes, max_step_tokens=max_step_tokens, max_requests=max_requests, max_model_len=max_model_len, block_tokens=block_tokens,
             deterministic=deterministic, seed=seed,
         )  # fmt: skip
         self.engine = Engine(config, on_tensor)
@@ -99,7 +99,9 @@ class LLM:
             if not isinstance(own, SamplingParams):
                 raise ConfigError(f"params[{index}]", own, "a SamplingParams")
             self.engine.check(prompt, own, f"prompts[{index}]")
-        return [self.engine.add(prompt, own, index, cache_salt) for index, (prompt, own) in enumerate(zip(listed, each, strict=True))]
+        return [
+            self.engine.add(prompt, own, index, cache_salt) for index, (prompt, own) in enumerate(zip(listed, each, strict=True))
+        ]
 
     def _cancel(self, groups: list[Group]) -> None:
         for group in groups:

@@ -5,7 +5,7 @@ booked yet, so nobody of that step has ended and every page that it needed is he
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lamina.engine.engine import Engine

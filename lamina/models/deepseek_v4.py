@@ -1,8 +1,8 @@
 """DeepSeek-V4: what its layers remember, its weights, and the forward pass.
 
-    ids -> embedding, copied into S residual streams
-    each layer:  streams -> mix -> norm -> attention -> mix back;  streams -> mix -> norm -> experts -> mix back
-    streams -> collapse -> norm -> head
+ids -> embedding, copied into S residual streams
+each layer:  streams -> mix -> norm -> attention -> mix back;  streams -> mix -> norm -> experts -> mix back
+streams -> collapse -> norm -> head
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from lamina.ops.gemm import linear, prepared
 from lamina.ops.hyper import Mixer, hyper_head, hyper_post, hyper_pre
 from lamina.ops.rope_norm import inverse_frequencies, rms_norm, rope_tables
 from lamina.ops.sequences import Sequences
-from lamina.ops.store import Store, StateCodec, attention_codec, index_codec
+from lamina.ops.store import StateCodec, Store, attention_codec, index_codec
 from lamina.weights.loader import Checkpoint
 
 __all__ = ["NAMES", "Formats", "Model", "hidden_field", "load_model", "memories", "store_specs"]
@@ -102,7 +102,8 @@ class Model:
     """The loaded model. `forward` gives final hidden vectors; `logits` turns some of them into scores."""
 
     def __init__(
-        self, config: Config, dtype: torch.dtype, embed: Tensor, blocks: tuple[Block, ...], head_mixer: Mixer, norm: Tensor, head: Tensor
+        self, config: Config, dtype: torch.dtype, embed: Tensor, blocks: tuple[Block, ...], head_mixer: Mixer, norm: Tensor,
+        head: Tensor,
     ) -> None:  # fmt: skip
         self.config = config
         self.dtype = dtype
@@ -159,12 +160,16 @@ def _frequencies(config: Config, rope: Rope) -> Tensor:
     return inverse_frequencies(config.rope_dim, rope.theta, rope.yarn)
 
 
-def load_model(config: Config, checkpoint: Checkpoint, dtype: str, stores: Callable[[StoreKey], Store], formats: Formats) -> Model:
+def load_model(
+    config: Config, checkpoint: Checkpoint, dtype: str, stores: Callable[[StoreKey], Store], formats: Formats
+) -> Model:
     """Takes every tensor of the checkpoint once and binds the layers to their stores.
 
     dtype   fp32 or bf16: what activations are rounded to.   Raises WeightError for a missing, misshapen or unused tensor.
     """
-    loader = _Loader(config, checkpoint, activation_dtype(dtype), {spec.key: stores(spec.key) for spec in store_specs(config, formats)})
+    loader = _Loader(
+        config, checkpoint, activation_dtype(dtype), {spec.key: stores(spec.key) for spec in store_specs(config, formats)}
+    )
     model = loader.model()
     checkpoint.finish()
     return model
@@ -223,7 +228,9 @@ class _Loader:
         if ratio == _INDEXED:
             keys = self.compressor(prefix + "indexer.compressor.", ratio, config.index_dim, projections)
             projections.append(self.take(prefix + "indexer.weights_proj.weight", (config.index_heads, width)))
-            wq_b = prepared(self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank)))
+            wq_b = prepared(
+                self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank))
+            )
             indexer = IndexerWeights(wq_b, config.index_heads, config.index_topk, keys)
         group_width = config.num_heads // config.o_groups * dim
         wo_a = self.take(prefix + "wo_a.weight", (config.o_groups * config.o_lora_rank, group_width))
@@ -239,9 +246,10 @@ class _Loader:
             compressor=compressor,
             indexer=indexer,
         )
+        inv_freq = _frequencies(config, config.compressed_rope if ratio else config.rope)
         return CompressedAttention(
             weights=weights, stores=self.layer_stores(layer), ratio=ratio, heads=config.num_heads, dim=dim, window=config.window,
-            eps=config.norm_eps, inv_freq=_frequencies(config, config.compressed_rope if ratio else config.rope), dtype=self.dtype,
+            eps=config.norm_eps, inv_freq=inv_freq, dtype=self.dtype,
         )  # fmt: skip
 
     def compressor(self, prefix: str, ratio: int, dim: int, projections: list[Tensor]) -> CompressorWeights:

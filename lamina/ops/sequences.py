@@ -1,7 +1,7 @@
 """The flat arrays of one step that the memory ops read: which rows belong together and where their past is stored.
 
-    rows      | sequence 0: query_start[0] .. query_start[1] | sequence 1 ... | padding to a multiple of rows |
-    sequence  start = tokens seen before the step; positions of its rows are start, start + 1, ...
+rows      | sequence 0: query_start[0] .. query_start[1] | sequence 1 ... | padding to a multiple of rows |
+sequence  start = tokens seen before the step; positions of its rows are start, start + 1, ...
 """
 
 from dataclasses import dataclass
@@ -69,12 +69,14 @@ class Groups:
 class Sequences:
     """One step's rows. All tensors are on the device of the model.
 
-    positions  [T] int64, padded rows included.   tables  [R, blocks] int64 page of each block.   slots  [R, slot pages] int64.
-    starts, stops  tokens seen before and after the step, per sequence.   first_rows  first row of each sequence.
-    groups     for each compression ratio of the model the groups touched.
-    row_multiple  products get a multiple of so many rows.   slot_pages  the slots on the host.   singles  for each ratio (0: no entries) the sequences with one row.
-    longer     tiles of the sequences with more rows, one tuple a sequence.
-    tails      for each ring length the rows to keep in a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
+    positions     [T] int64, padding included; rows from num_rows on are padding.
+    row_multiple  products get a multiple of so many rows.
+    starts, stops, first_rows  of each sequence: tokens seen before and after the step, and its first row.
+    tables        [R, blocks] int64, the page of each block.   slots  [R, slot pages] int64; slot_pages the same on the host.
+    longer        tiles of the sequences with more than one row, one tuple a sequence.
+    singles       for each compression ratio (0: no entries) the sequences with one row.
+    groups        for each compression ratio the groups touched.
+    tails         for each ring length what goes into a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
     """
 
     positions: Tensor
@@ -132,7 +134,9 @@ def make_singles(
     )
 
 
-def make_groups(starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device) -> Groups:
+def make_groups(
+    starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device
+) -> Groups:
     """The groups of `ratio` tokens that rows [start, stop) of each sequence touch."""
     found: list[tuple[int, int, int, int, int]] = []  # (tokens, sequence, group, first row, first position)
     for sequence, (start, stop, first) in enumerate(zip(starts, stops, first_rows, strict=True)):

@@ -10,7 +10,14 @@ from lamina.memory.layout import HIDDEN, Layout, Span
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
 from lamina.ops.store import EntryCodec, StateCodec, Store
 
-_VIEWS = {"fp32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.uint8, "e8m0": torch.uint8, "e2m1": torch.uint8, "u8": torch.uint8}
+_VIEWS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.uint8,
+    "e8m0": torch.uint8,
+    "e2m1": torch.uint8,
+    "u8": torch.uint8,
+}
 
 
 class DeviceArena:
@@ -53,7 +60,9 @@ class DeviceArena:
         typed = self.bytes.view(dtype)
         size = typed.element_size()
         width = span.row_bytes // size
-        return typed.as_strided((self.num_pages, span.rows, width), (self.layout.page_bytes // size, width, 1), span.offset // size)
+        return typed.as_strided(
+            (self.num_pages, span.rows, width), (self.layout.page_bytes // size, width, 1), span.offset // size
+        )
 
     def run(self, orders: tuple[Order, ...]) -> None:
         """Carries out copies in order."""

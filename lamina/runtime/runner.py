@@ -52,7 +52,7 @@ class Runner:
         self.multiple = row_multiple
 
     def execute(self, step: Step) -> StepResult:
-        """Runs one step to its end. A small one runs on one thread: bits are the same, and waking others costs more than it gives."""
+        """Runs one step to its end. A small one runs on one thread: the bits are the same, and waking others costs more."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if step.num_tokens <= _ONE_THREAD_TOKENS else threads)
         try:
@@ -132,7 +132,9 @@ class Runner:
 
 def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
     """logits [S, V] and S tokens -> their log-probabilities with the `count` most likely tokens beside each."""
-    values, ranks, top_ids, top_values = token_logprobs(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), count)
+    values, ranks, top_ids, top_values = token_logprobs(
+        logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), count
+    )
     columns = zip(tokens, values.tolist(), ranks.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
     return [TokenLogprobs(token, value, rank, tuple(ids), tuple(tops)) for token, value, rank, ids, tops in columns]
 

@@ -78,7 +78,7 @@ class Worker:
         return self.arena.bytes_written()
 
     def model_id(self) -> str:
-        """A digest of what equal bytes in memory mean: config, sizes and ends of the weight files, and how they are computed with."""
+        """A digest of what equal bytes in memory mean: config, sizes and ends of the weight files, how they are computed with."""
         mode = (self.dtype, self.config.cache_format, self.config.index_format, self.config.deterministic)
         digest = hashlib.blake2b(repr(mode).encode(), digest_size=16)
         digest.update((self.directory / "config.json").read_bytes())

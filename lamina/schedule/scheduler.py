@@ -114,7 +114,7 @@ class Scheduler:
         return Step(self.num_steps, before, tuple(slices), tuple(samples), after)
 
     def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
-        """Books what a step gave: published blocks, new tokens, ended requests. Results of ended requests are counted and dropped."""
+        """Books what a step gave: published blocks, new tokens, ended requests. Late results are counted and dropped."""
         for part, lease, logprobs in zip(step.slices, self._leases.pop(step.number), result.prompt_logprobs, strict=True):
             self.ledger.commit(lease, part.tokens)  # an ended lease ignores it, a closing one ends with it
             request = requests.get(part.request_id)
@@ -220,9 +220,7 @@ class Scheduler:
         lease = request.lease
         return request.id not in planned and not request.awaits_result and lease is not None and lease.in_flight == 0
 
-    def _take(
-        self, request: Request, count: int, slices: list[Slice], samples: list[Sample], checkpoints: list[Lease]
-    ) -> None:
+    def _take(self, request: Request, count: int, slices: list[Slice], samples: list[Sample], checkpoints: list[Lease]) -> None:
         """Adds the request's slice and sample to the step; a slice that ends where a checkpoint is wanted asks for one."""
         lease = request.lease
         assert lease is not None

@@ -1,6 +1,6 @@
 """One step as plain data: planned without tensors, executed without decisions.
 
-    copies before -> slices (prefill and decode are the same thing) -> samples -> copies after, in one stream order
+copies before -> slices (prefill and decode are the same thing) -> samples -> copies after, in one stream order
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Slice:
     """Tokens [start, stop) of one request.
 
     tokens   their ids.   blocks  page of each block up to stop.   slot  pages of the slot.
-    targets  ids that follow each row, for rows whose prompt log-probabilities are wanted; shorter than the slice at a prompt's end.
+    targets  ids that follow each row, where prompt log-probabilities are wanted; shorter than the slice at a prompt's end.
     num_logprobs  most likely tokens to report beside each target; None if none are wanted.
     """
 

@@ -288,7 +288,7 @@ def test_config_is_complete(made: Path) -> None:
         ratios = tiny_config(shape)["compress_ratios"]
         assert isinstance(ratios, list) and config["compress_ratios"] == ratios[:-1] and "quantization_config" not in config
     assert tiny_config("bench")["head_dim"] == 512 and tiny_config("pro")["compress_ratios"] == [128, 128, 4, 128, 4, 0]
-    with pytest.raises(ConfigError, match="shape='huge'.*flash"):
+    with pytest.raises(ConfigError, match=r"shape='huge'.*flash"):
         tiny_config("huge")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lamina.ops.gemm import ROW_MULTIPLE, linear, padded_rows, prepared, unstable_shapes
+from lamina.ops.gemm import linear, padded_rows, prepared, stable_row_multiple
 
 #: (in, out) as real and tiny models have them; `in` is a multiple of 4 everywhere
 SHAPES = [
@@ -23,7 +23,7 @@ SHAPES = [
 
 
 def test_padded_rows() -> None:
-    assert [padded_rows(num) for num in (0, 1, 7, 8, 9, 16, 17)] == [8, 8, 8, 8, 16, 16, 24]
+    assert [padded_rows(num, 8) for num in (0, 1, 7, 8, 9, 16, 17)] == [8, 8, 8, 8, 16, 16, 24]
     assert [padded_rows(num, 1) for num in (0, 1, 7)] == [1, 1, 7]
 
 
@@ -43,8 +43,20 @@ def test_bits_do_not_depend_on_the_number_of_rows(width_in: int, width_out: int)
     generator = torch.Generator().manual_seed(width_in * width_out)
     x, weight = torch.randn(304, width_in, generator=generator), prepared(torch.randn(width_out, width_in, generator=generator))
     whole = linear(x, weight)
+    multiple = stable_row_multiple([(width_in, width_out)])
+    assert multiple is not None
     for start in (0, 1, 8, 31, 200):
-        for count in (ROW_MULTIPLE, 16, 24, 64, 104):
+        for count in (multiple, 3 * multiple, 32, 64, 96):
             if start + count <= 304:
                 assert torch.equal(linear(x[start : start + count].clone(), weight), whole[start : start + count]), (start, count)
-    assert unstable_shapes([(width_in, width_out)]) == []
+
+
+def test_no_multiple_is_promised_that_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library whose bits depend on the count of rows unless it is a multiple of 16 is found out."""
+    exact = torch.nn.functional.linear
+
+    def moody(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return exact(x, weight) * (1.0 if x.shape[0] % 16 == 0 else 1.0000001)
+
+    monkeypatch.setattr("lamina.ops.gemm.ref.F.linear", moody)
+    assert stable_row_multiple([(64, 32)]) == 16

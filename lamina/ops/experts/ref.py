@@ -1,4 +1,4 @@
-"""The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before the down product)."""
+"""The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before `down`)."""
 
 import torch
 from torch import Tensor

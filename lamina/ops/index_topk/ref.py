@@ -9,13 +9,12 @@ from lamina.ops.gemm import padded_rows
 from lamina.ops.sequences import Sequences, entry_columns
 from lamina.ops.store import Store
 
-
 #: up to so many rows a whole stable sort takes less time than the search for ties; the result is the same
 _SORTED_ROWS = 8
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor, multiple: int) -> Tensor:
-    """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: the heads' clipped products, weighted and summed."""
+    """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: clipped products, weighted and summed over heads."""
     batch, count, heads, dim = queries.shape
     num = padded_rows(count, multiple // math.gcd(heads, multiple))
     if num != count:
@@ -46,7 +45,7 @@ def _select(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
 def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequences, ratio: int, top_k: int) -> Tensor | None:
     """The entries that each query attends to.
 
-    queries  [T, Hi, d] fp32, rotated and in the keys' basis and precision.   weights  [T, Hi] fp32.   keys  the log of index keys.
+    queries  [T, Hi, d] fp32, rotated and in the keys' basis and precision.   weights  [T, Hi] fp32.   keys  their log.
     Returns  [T, top_k] int64, entry numbers ascending, then -1; None if no query sees more than top_k entries.
     """
     if not sequences.stops or max(sequences.stops) // ratio <= top_k:
