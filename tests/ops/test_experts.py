@@ -74,7 +74,7 @@ def test_an_expert_that_nobody_chose_is_never_touched() -> None:
     gate_up, down = weights_of(4, 16, 8)
     gate_up[2], down[2] = torch.nan, torch.nan
     chosen = torch.tensor([[0, 1], [3, 0], [1, 3]])
-    assert torch.isfinite(experts(torch.randn(3, 16), chosen, torch.ones(3, 2), gate_up, down, 10.0)).all()
+    assert torch.isfinite(experts(torch.randn(3, 16), chosen, torch.ones(3, 2), gate_up, down, 10.0, 8)).all()
 
 
 def test_bits_do_not_depend_on_the_other_rows() -> None:
@@ -83,11 +83,11 @@ def test_bits_do_not_depend_on_the_other_rows() -> None:
     x = torch.randn(200, 64, generator=generator)
     chosen = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(200)])
     weights = torch.rand(200, 3, generator=generator)
-    whole = experts(x, chosen, weights, gate_up, down, 10.0)
+    whole = experts(x, chosen, weights, gate_up, down, 10.0, 8)
     for rows in ([0], [7, 3], list(range(11, 40)), list(range(199, -1, -1))):
-        assert torch.equal(experts(x[rows], chosen[rows], weights[rows], gate_up, down, 10.0), whole[rows])
+        assert torch.equal(experts(x[rows], chosen[rows], weights[rows], gate_up, down, 10.0, 8), whole[rows])
     order = torch.tensor([2, 0, 1])  # how a router lists a token's experts does not matter
-    assert torch.equal(experts(x, chosen[:, order], weights[:, order], gate_up, down, 10.0), whole)
+    assert torch.equal(experts(x, chosen[:, order], weights[:, order], gate_up, down, 10.0, 8), whole)
 
 
 def test_strided_rows() -> None:
