@@ -188,16 +188,20 @@ class Engine:
             deltas, group.deltas = group.deltas, []
             return deltas
 
+    def step_for(self, groups: Sequence[Group]) -> None:
+        """One step, unless something new is there for one of the groups or all have finished (another thread's step)."""
+        with self._lock:
+            if not any(group.deltas for group in groups) and not all(group.is_finished for group in groups):
+                moved = self.step()
+                assert moved, "requests wait although nothing runs"
+
     def advance(self, group: Group) -> list[Delta]:
         """What is new for a prompt, making steps until there is something; empty once it has finished and all was taken."""
         while True:
-            with self._lock:
-                if group.deltas or group.is_finished:
-                    deltas, group.deltas = group.deltas, []
-                    return deltas
-                moved = self.step()
-            if not moved:
-                raise AssertionError("requests wait although nothing runs")
+            deltas = self.take(group)
+            if deltas or group.is_finished:
+                return deltas + self.take(group)
+            self.step_for([group])
 
     def _book(self, drawn: Drawn) -> None:
         request = drawn.request

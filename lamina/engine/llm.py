@@ -39,10 +39,19 @@ class LLM:
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
-            model=str(model), dtype=dtype, cache_format=cache_format, index_format=index_format, device=device,
-            cache_bytes=cache_bytes, max_step_tokens=max_step_tokens, max_requests=max_requests, max_model_len=max_model_len, block_tokens=block_tokens,
-            deterministic=deterministic, seed=seed,
-        )  # fmt: skip
+            model=str(model),
+            dtype=dtype,
+            cache_format=cache_format,
+            index_format=index_format,
+            device=device,
+            cache_bytes=cache_bytes,
+            max_step_tokens=max_step_tokens,
+            max_requests=max_requests,
+            max_model_len=max_model_len,
+            block_tokens=block_tokens,
+            deterministic=deterministic,
+            seed=seed,
+        )
         self.engine = Engine(config, on_tensor)
 
     def generate(

@@ -53,7 +53,7 @@ def _balanced(comb: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def _balance(matrix: np.ndarray, iterations: int, eps: np.float32) -> None:
-    """The same in place for an array [S, S, T]. Sums start from eps; arguments are positional and outputs reused, to save calls."""
+    """The same in place for an array [S, S, T]. Sums start from eps; positional arguments and reused outputs save calls."""
     columns, rows = np.empty_like(matrix[0]), np.empty_like(matrix[:, :1])
     total, divide, flat_rows = np.add.reduce, np.divide, rows[:, 0]
     total(matrix, 0, None, columns, False, eps)

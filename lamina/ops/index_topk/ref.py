@@ -14,7 +14,7 @@ _SORTED_ROWS = 8
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor, multiple: int) -> Tensor:
-    """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: clipped products, weighted and summed over heads."""
+    """queries [B, n, Hi, d], weights [B, n, Hi], keys [B, N, d] -> [B, n, N]: clipped products, weighted, summed."""
     batch, count, heads, dim = queries.shape
     num = padded_rows(count, multiple // math.gcd(heads, multiple))
     if num != count:
