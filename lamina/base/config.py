@@ -8,6 +8,8 @@ from lamina.base.sizes import GiB, parse_bytes
 CACHE_FORMATS = ("fp8", "bf16", "fp32")
 INDEX_FORMATS = ("fp4", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "fp32", "bf16")
+#: the longer names that other engines use
+DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,9 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
+        )
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
             ("cache_format", self.cache_format, CACHE_FORMATS),

@@ -1,6 +1,7 @@
 """The engine: a loaded model, its memory, and the loop that turns requests into answers."""
 
 import logging
+import numbers
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ class Engine:
                 raise ConfigError(name, "a text", "a list of token ids: this checkpoint has no tokenizer.json")
             ids = self.codec.encode_prompt(prompt)
         else:
-            ids = [int(token) for token in _integers(prompt, name)]
+            ids = _integers(prompt, name)
         if not ids:
             raise ConfigError(name, prompt, "at least one token")
         bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
@@ -246,11 +247,11 @@ class Engine:
         group.deltas.append(Delta(group.id, group.prompt_index, request.child, text + rest, tokens, reason, group.output))
 
 
-def _integers(prompt: Sequence[int], name: str) -> Sequence[int]:
+def _integers(prompt: Sequence[int], name: str) -> list[int]:
     for token in prompt:
-        if isinstance(token, bool | str | float):
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise ConfigError(name, token, "a text or a list of integer token ids")
-    return prompt
+    return [int(token) for token in prompt]
 
 
 def _max_model_len(config: EngineConfig, layout: Layout, num_pages: int, max_positions: int) -> int:

@@ -1,8 +1,11 @@
 """The offline interface: give prompts, get answers."""
 
+import numbers
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
@@ -10,8 +13,8 @@ from lamina.engine.engine import Engine, Group
 from lamina.engine.outputs import Delta, RequestOutput
 from lamina.schedule.sampling_params import SamplingParams
 
-#: a text, or token ids
-Prompt: TypeAlias = str | Sequence[int]
+#: a text, token ids, or a record with one of them under "prompt" or "prompt_token_ids"
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 
 
 class LLM:
@@ -59,16 +62,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str = "",
         on_step: Callable[[int, int], None] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt, in order.
 
-        prompts     a text, a list of token ids, or a list of either.   params  one for all, or one a prompt.
+        prompts     a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
+        params      one for all, or one a prompt (sampling_params is another name for it).
         cache_salt  requests with different salts never share memory.   on_step  called with (finished, all) outputs.
         Raises      ConfigError or CapacityError before anything is queued if any prompt cannot be served.
         """
-        groups = self._add(prompts, params, cache_salt)
+        groups = self._add(prompts, _either(params, sampling_params), cache_salt)
         try:
             total = sum(len(group.requests) for group in groups)
             for group in groups:
@@ -86,6 +91,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         cache_salt: str = "",
     ) -> "Stream":
         """Deltas of all prompts as they come; each output ends with one whose finish_reason is set.
@@ -135,7 +141,7 @@ class Stream:
                 self._ready.extend(delta for group in self._waiting for delta in self._engine.take(group))
                 self._waiting = [group for group in self._waiting if not group.is_finished or group.deltas]
                 if self._waiting and not self._ready:
-                    self._engine.step()
+                    self._engine.step_for(self._waiting)
         except BaseException:
             self.close()
             raise
@@ -154,17 +160,41 @@ class Stream:
         self.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _either(
+    params: SamplingParams | Sequence[SamplingParams] | None, other: SamplingParams | Sequence[SamplingParams] | None
+) -> SamplingParams | Sequence[SamplingParams] | None:
+    """The one of two names for the same argument that was used."""
+    if params is not None and other is not None:
+        raise ConfigError("sampling_params", other, "absent where params is given: they are the same argument")
+    return other if params is None else params
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
     """A list of prompts from one prompt or several; a flat list of integers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | Mapping):
+        return [_plain(prompts, "prompts")]
+    if not _is_list(prompts):
         raise ConfigError("prompts", type(prompts).__name__, "a text, a list of token ids, or a list of either")
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    listed: list[Prompt] = []
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence):
-            raise ConfigError(f"prompts[{index}]", prompt, "a text or a list of token ids")
-        listed.append(prompt)
-    return listed
+    items = list(prompts)
+    if items and isinstance(items[0], numbers.Integral):
+        return [items]
+    return [_plain(item, f"prompts[{index}]") for index, item in enumerate(items)]
+
+
+def _plain(prompt: object, name: str) -> str | Sequence[int]:
+    """The text or the token ids of one prompt."""
+    if isinstance(prompt, Mapping):
+        found = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not found:
+            raise ConfigError(name, dict(prompt), 'a record with "prompt" or "prompt_token_ids"')
+        prompt = found[0]
+    if isinstance(prompt, str):
+        return prompt
+    if not _is_list(prompt):
+        raise ConfigError(name, prompt, "a text or a list of token ids")
+    return list(prompt)
+
+
+def _is_list(value: object) -> TypeGuard[Iterable[object]]:
+    """A sequence or a one-dimensional array of anything; bytes are not."""
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes | bytearray | str)

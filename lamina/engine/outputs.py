@@ -53,6 +53,11 @@ class RequestOutput:
     usage: Usage
     finished: bool = False
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed because the memory had them."""
+        return self.usage.cached_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

@@ -18,7 +18,7 @@ class SamplingParams:
     """How the outputs of one request are drawn and when they end. All arguments are keywords.
 
     n                   outputs drawn for the prompt, each with its own random numbers.
-    max_tokens          most tokens of one output; huge values are legal, the model's length still ends it.
+    max_tokens          most tokens of one output; None (stored as 2**63 - 1) and huge values leave it to the model's length.
     min_tokens          end-of-text and stop token ids cannot be drawn, and stop strings are ignored, before this many tokens.
     temperature         divides the logits; 0 takes the most likely token, the lowest id among equals.
     top_p               keeps the fewest most likely tokens whose probabilities reach this sum; 1 keeps all.
@@ -64,7 +64,7 @@ class SamplingParams:
         self,
         *,
         n: int = 1,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         min_tokens: int = 0,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -85,7 +85,8 @@ class SamplingParams:
     ) -> None:
         put = object.__setattr__  # the one place that writes a frozen record
         put(self, "n", _integer("n", n, f"an integer from 1 to {_MAX_N}", 1, _MAX_N))
-        put(self, "max_tokens", _integer("max_tokens", max_tokens, "an integer from 1 to 2**63 - 1", 1, _MAX_INT64))
+        most = _MAX_INT64 if max_tokens is None else max_tokens
+        put(self, "max_tokens", _integer("max_tokens", most, "None or an integer from 1 to 2**63 - 1", 1, _MAX_INT64))
         allowed = f"an integer from 0 to max_tokens ({self.max_tokens})"
         put(self, "min_tokens", _integer("min_tokens", min_tokens, allowed, 0, self.max_tokens))
         put(self, "temperature", _real("temperature", temperature, "a finite number of at least 0", low=0.0))

@@ -1,5 +1,6 @@
 """The loader's inverse: fp32 values into the stored forms a checkpoint uses, and into one safetensors file."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,3 +43,6 @@ def encode(values: Tensor, storage: str) -> Encoded:
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Writes `tensors` to `path` in the layout every reader of safetensors knows as PyTorch's."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # the library leaves it to its owner alone

@@ -1,6 +1,6 @@
 """Compression of groups of tokens into log entries.
 
-compress(values, gates, overlap, sequences, ratio, states, norm, tables, log, eps)
+compress(compressor, values, gates, sequences)
     Folds the step's tokens into the running softmax of their groups, token by token from left to right; where a group
     closes: norm, rotation at the position of the group's first token, encode, append to the log.
 """

@@ -1,6 +1,6 @@
 """Feed-forward experts with a clamped SwiGLU.
 
-experts(x, chosen, weights, gate_up, down, limit)   routed sum [T, D] fp32.
+experts(x, chosen, weights, gate_up, down, limit, row_multiple)   routed sum [T, D] fp32.
 swiglu(x, gate_up, down, limit, weight)             one dense expert [T, D] fp32.
 """
 
