@@ -110,7 +110,6 @@ def run_engine(
     driving: ModuleType, patch: pytest.MonkeyPatch, engine: Engine, ids: list[int], ratios: tuple[int, ...], window: int
 ) -> tuple[Array, dict[tuple[int, str], Array]]:
     """(logits [T, V], stored rows by (layer, what)) of a prompt served in steps that fit the window, so that none is lost."""
-    recorder = driving.Recorder(engine)
     driving.wipe(engine)
     engine.scheduler.max_step_tokens = window
     stored: dict[tuple[int, str], list[Array]] = {}
@@ -142,7 +141,8 @@ def run_engine(
                     stored.setdefault((layer, _WHAT[memory]), []).append(rows)
 
     group = engine.add(ids, SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0, ignore_eos=True))
-    driving.run_all(engine, [group], collect)
+    with driving.Recorder(engine) as recorder:
+        driving.run_all(engine, [group], collect)
     request = group.requests[0].id
     logits = [*(recorder.prompt[request, position] for position in range(len(ids) - 1)), recorder.logits[request, len(ids) - 1]]
     found = {key: np.concatenate(parts) for key, parts in stored.items()}

@@ -30,11 +30,11 @@ def load(directory: Path, **settings: object) -> LLM:
 
 def logits_of(driving: ModuleType, llm: LLM, ids: list[int]) -> Tensor:
     """[T, V]: the engine's scores after every token, from one cold request."""
-    recorder = driving.Recorder(llm.engine)
-    driving.wipe(llm.engine)
-    (group,) = driving.serve(llm.engine, [ids], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
-    request, last = group.requests[0].id, len(ids) - 1
-    return torch.stack([*(recorder.prompt[request, position] for position in range(last)), recorder.logits[request, last]])
+    with driving.Recorder(llm.engine) as recorder:
+        driving.wipe(llm.engine)
+        (group,) = driving.serve(llm.engine, [ids], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        request, last = group.requests[0].id, len(ids) - 1
+        return torch.stack([*(recorder.prompt[request, position] for position in range(last)), recorder.logits[request, last]])
 
 
 def assert_close(found: Tensor, expected: Tensor, ties: Tensor) -> None:
@@ -74,14 +74,14 @@ def test_the_next_token_of_every_length_cold_and_together(
     """300 prompts of lengths 1 to 300 in the same steps; salts keep them from sharing anything."""
     ids, reference = references(name)
     engine = load(checkpoint_of(name)).engine
-    recorder = driving.Recorder(engine)
-    driving.wipe(engine)
-    params = SamplingParams(max_tokens=1, temperature=0)
-    groups = [engine.add(ids[:length], params, 0, f"salt {length}") for length in range(1, LENGTH + 1)]
-    driving.run_all(engine, groups)
-    assert all(group.output.usage.cached_tokens == 0 for group in groups)
-    found = torch.stack([recorder.logits[group.requests[0].id, length] for length, group in enumerate(groups)])
-    assert_close(found, reference.logits, reference.ties)
+    with driving.Recorder(engine) as recorder:
+        driving.wipe(engine)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        groups = [engine.add(ids[:length], params, 0, f"salt {length}") for length in range(1, LENGTH + 1)]
+        driving.run_all(engine, groups)
+        assert all(group.output.usage.cached_tokens == 0 for group in groups)
+        found = torch.stack([recorder.logits[group.requests[0].id, length] for length, group in enumerate(groups)])
+        assert_close(found, reference.logits, reference.ties)
 
 
 @pytest.mark.parametrize("name", ["flash"])
@@ -90,14 +90,14 @@ def test_the_next_token_of_every_length_each_warm_from_the_one_before(
 ) -> None:
     ids, reference = references(name)
     engine = load(checkpoint_of(name)).engine
-    recorder = driving.Recorder(engine)
-    driving.wipe(engine)
-    found = []
-    for length in range(1, LENGTH + 1):
-        (group,) = driving.serve(engine, [ids[:length]], SamplingParams(max_tokens=1, temperature=0))
-        assert group.output.usage.cached_tokens == length - 1
-        found.append(recorder.logits[group.requests[0].id, length - 1])
-    assert_close(torch.stack(found), reference.logits, reference.ties)
+    with driving.Recorder(engine) as recorder:
+        driving.wipe(engine)
+        found = []
+        for length in range(1, LENGTH + 1):
+            (group,) = driving.serve(engine, [ids[:length]], SamplingParams(max_tokens=1, temperature=0))
+            assert group.output.usage.cached_tokens == length - 1
+            found.append(recorder.logits[group.requests[0].id, length - 1])
+        assert_close(torch.stack(found), reference.logits, reference.ties)
 
 
 @pytest.mark.parametrize("name", ["flash", "pro", "narrow"])

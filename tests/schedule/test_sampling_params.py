@@ -95,7 +95,7 @@ BAD_CASES = [
     *((field, value) for field in INTEGERS for value in [*WRONG_TYPES, 1.0, 1.5, np.float32(1), np.bool_(True)]),
     *((field, value) for field in REALS for value in [*WRONG_TYPES, None, 10**400, np.float32("nan"), np.bool_(False)]),
     *((field, value) for field in FLAGS for value in [0, 1, None, "true", 1.0]),
-    *((field, None) for field in ("n", "max_tokens", "min_tokens", "top_k")),
+    *((field, None) for field in ("n", "min_tokens", "top_k")),
 ]
 
 
@@ -120,3 +120,8 @@ def test_validate_for_vocab() -> None:
     for field, value in (("stop_token_ids", [10]), ("logit_bias", {"10": 0}), ("logprobs", 11), ("prompt_logprobs", 11)):
         with pytest.raises(ConfigError, match=f"{field}=1[01] .*(0 to 9|0 to 10)"):
             SamplingParams(**{field: value}).validate_for_vocab(10)  # type: ignore[arg-type]
+
+
+def test_no_limit_is_a_huge_one() -> None:
+    """vLLM's None: the model's length ends the output."""
+    assert SamplingParams(max_tokens=None).max_tokens == 2**63 - 1
