@@ -28,7 +28,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 def parse_bytes(value: int | float | str, field: str = "bytes") -> int:
     """Bytes from a number or a text such as 8GiB, 141GB, 512M (binary). Raises ConfigError naming `field`."""
     allowed = "a positive size such as 8GiB, 141GB or 1048576"
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(field, value, allowed)
     if isinstance(value, int | float):
         number, factor = float(value), 1

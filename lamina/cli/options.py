@@ -197,7 +197,7 @@ def _read(given: GivenPrompt) -> Prompt:
         return given.value
     if given.kind == "prompt-ids":
         try:
-            return [int(part) for part in given.value.replace(",", " ").split()]
+            return [int(part) for part in given.value.split("," if "," in given.value else None)]
         except ValueError:
             raise ConfigError(given.kind, given.value, 'whole numbers such as "17,4,256"') from None
     data = sys.stdin.buffer.read() if given.value == "-" else Path(given.value).read_bytes()

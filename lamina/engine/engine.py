@@ -11,6 +11,7 @@ from lamina.base.config import EngineConfig
 from lamina.base.errors import CapacityError, ConfigError
 from lamina.base.log import event, get_logger
 from lamina.base.sizes import format_bytes
+from lamina.engine.interrupts import deferred_interrupts
 from lamina.engine.locate import locate
 from lamina.engine.outputs import Delta, RequestOutput, Usage
 from lamina.engine.text import load_codec
@@ -64,8 +65,8 @@ class Engine:
                 "tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json"
             )
         self.worker.load(on_tensor)
-        self.ledger = Ledger(self.layout, self.num_pages, self.worker.model_id(), adopt_twins=self.worker.pads_rows)
-        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size)
+        self._model_id = self.worker.model_id()
+        self._start_books()
         self.groups: dict[int, Group] = {}
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -78,6 +79,12 @@ class Engine:
             block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
         )  # fmt: skip
 
+    def _start_books(self) -> None:
+        """An empty ledger and a scheduler over it."""
+        config = self.config
+        self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.pads_rows)
+        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size)
+
     # -- requests
 
     def check(self, prompt: str | Sequence[int], params: SamplingParams, field_name: str = "prompt") -> list[int]:
@@ -85,20 +92,31 @@ class Engine:
         params.validate_for_vocab(self.vocab_size)
         if params.stop and self.codec is None:
             raise ConfigError("stop", list(params.stop), "empty: this checkpoint has no tokenizer.json, use stop_token_ids")
+        if params.min_tokens and len(self._stop_ids(params)) >= self.vocab_size:
+            raise ConfigError("min_tokens", params.min_tokens, "0 where every token ends the output: none could be drawn")
         ids = self._token_ids(prompt, field_name)
         if len(ids) > self.max_model_len:
-            capacity = f"{self.num_pages} pages of {format_bytes(self.layout.page_bytes)}"
+            limit = self.worker.max_positions
+            way = "shorten it" if self.max_model_len >= limit else "shorten it or raise cache_bytes or max_model_len"
             raise CapacityError(
                 f"{field_name} has {len(ids)} tokens, but a request can have at most max_model_len={self.max_model_len} "
-                f"(cache_bytes={self.config.pool_bytes}: {capacity}); shorten it or raise cache_bytes or max_model_len"
+                f"(the model: {limit}; cache_bytes={self.config.pool_bytes}: {self.num_pages} pages of "
+                f"{format_bytes(self.layout.page_bytes)}): {way}"
             )
         return ids
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.worker.eos_token_ids)
 
     def _token_ids(self, prompt: str | Sequence[int], name: str) -> list[int]:
         if isinstance(prompt, str):
             if self.codec is None:
                 raise ConfigError(name, "a text", "a list of token ids: this checkpoint has no tokenizer.json")
-            ids = self.codec.encode_prompt(prompt)
+            try:
+                ids = self.codec.encode_prompt(prompt)
+            except ConfigError as error:
+                raise ConfigError(name, error.value, error.allowed) from None
         else:
             ids = _integers(prompt, name)
         if not ids:
@@ -111,10 +129,10 @@ class Engine:
     def add(self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "") -> Group:
         """Queues a prompt; `step` then makes progress on it. Raises as `check`."""
         ids = self.check(prompt, params)
-        with self._lock:
+        with self._lock, deferred_interrupts():
             self._next_id += 1
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-            stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.worker.eos_token_ids)
+            stop_ids = self._stop_ids(params)
             max_new = min(params.max_tokens, self.max_model_len - len(ids))
             wants_prompt = params.prompt_logprobs is not None
             output = RequestOutput(
@@ -145,14 +163,17 @@ class Engine:
             return group
 
     def _end_without_room(self, group: Group) -> None:
-        """A prompt that already has the greatest length: nothing can be drawn."""
+        """A prompt that already has the greatest length: nothing can be drawn, though its log-probs may be wanted."""
         for request in group.requests:
-            self.scheduler.cancel(request, "length")
-            self._close(request, group, "length")
+            if request.wants_prompt_logprobs:
+                request.max_new = 1  # drawn to end it, needs no memory, and is thrown away
+            else:
+                self.scheduler.cancel(request, "length")
+                self._close(request, group, "length")
 
     def cancel(self, group: Group) -> None:
         """Ends a prompt in any state; everything that is not in the prefix index is freed."""
-        with self._lock:
+        with self._lock, deferred_interrupts():
             for request in group.requests:
                 if request.state is not RequestState.FINISHED:
                     self.scheduler.cancel(request)
@@ -166,22 +187,35 @@ class Engine:
     # -- the loop
 
     def step(self) -> bool:
-        """Plans, executes and books one step. False if there was nothing to do."""
-        with self._lock:
-            step = self.scheduler.plan()
-            if step is None:
-                return False
+        """Plans, executes and books one step. False if there was nothing to do. Ctrl-C waits for its end.
+
+        If it cannot be finished, what ran ends with "error", the memory starts empty, and the exception goes on.
+        """
+        with self._lock, deferred_interrupts():
             try:
+                step = self.scheduler.plan()
+                if step is None:
+                    return False
                 result = self.worker.execute(step)
                 if self.on_computed is not None:
                     self.on_computed(step)
-            except Exception:
-                for request in self.scheduler.fail(step, self._requests):
-                    self._close(request, self.groups[request.id], "error")
+                for drawn in self.scheduler.apply(step, result, self._requests):
+                    self._book(drawn)
+            except BaseException:
+                self._start_again()
                 raise
-            for drawn in self.scheduler.apply(step, result, self._requests):
-                self._book(drawn)
             return True
+
+    def _start_again(self) -> None:
+        """After a step that broke off: nothing that it left behind is trusted. Requests that wait stay queued."""
+        self._start_books()
+        for request in list(self._requests.values()):
+            if request.state is RequestState.WAITING:
+                request.lease, request.awaits_result = None, False
+                self.scheduler.add(request)
+            else:
+                request.state, request.lease, request.finish_reason = RequestState.FINISHED, None, "error"
+                self._close(request, self.groups[request.id], "error")
 
     def take(self, group: Group) -> list[Delta]:
         """What is new for a prompt, without making a step."""
@@ -208,7 +242,13 @@ class Engine:
         request = drawn.request
         group = self.groups[request.id]
         growing = group.growing[request.child]
+        if len(request.prompt) >= self.max_model_len:
+            self._close(request, group, "length")
+            return
         reason = request.finish_reason
+        if drawn.token is None:
+            self._close(request, group, "error")
+            return
         text, matched = growing.push(drawn.token, drawn.logprobs, reason == "stop")
         if reason == "stop" and drawn.token in request.params.stop_token_ids:
             growing.output.stop_reason = drawn.token

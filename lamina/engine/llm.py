@@ -103,6 +103,8 @@ class LLM:
     def _add(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, cache_salt: str
     ) -> list[Group]:
+        if not isinstance(cache_salt, str):
+            raise ConfigError("cache_salt", cache_salt, "a text")
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)

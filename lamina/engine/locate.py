@@ -11,6 +11,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def locate(model: str | Path) -> Path:
     """The directory of a model. Raises ConfigError if there is none; nothing but safetensors, JSON and text is ever fetched."""
+    if not str(model):
+        raise ConfigError("model", "", "a directory, or a hub id such as org/name")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -129,10 +129,13 @@ class Model:
             weights += [attention.w_in, attention.wq_b, *attention.wo_a, attention.wo_b, block.attention_mixer.fn]
             weights += [block.ffn.gate, block.ffn.gate_up[0], block.ffn.down[0], block.ffn.shared_gate_up, block.ffn.shared_down]
             weights += [attention.indexer.wq_b] if attention.indexer is not None else []
-        shapes = {(weight.shape[1], weight.shape[0]) for weight in weights}
-        for dim in (self.config.head_dim, self.config.index_dim):  # scores, then weighted sums of rows
-            shapes |= {(dim, 64), (dim, 192), (64, dim), (192, dim)}
-        return tuple(sorted(shapes))
+        return tuple(sorted({(weight.shape[1], weight.shape[0]) for weight in weights}))
+
+    @property
+    def batched_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The same of attention's batched products: scores, then weighted sums of rows."""
+        dim, index = self.config.head_dim, self.config.index_dim
+        return ((dim, 64), (dim, 192), (64, dim), (192, dim), (index, 64))
 
     def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """tokens [T] int64 (padding included) -> final hidden vectors [T, D] fp32, normed."""
@@ -273,6 +276,9 @@ class _Loader:
     def ffn(self, layer: int) -> MixtureOfExperts:
         config, prefix = self.config, f"layers.{layer}.ffn."
         width, inner, num = config.hidden_size, config.expert_width, config.num_experts
+        gate = prepared(self.take(prefix + "gate.weight", (num, width)))  # first: sizes are checked before they are allocated
+        shared = prefix + "shared_experts."
+        shared_down = prepared(self.take(shared + "w2.weight", (width, inner)))
         gate_up = prepared(torch.empty(num, 2 * inner, width))
         down = prepared(torch.empty(num, width, inner))
         for expert in range(num):
@@ -280,10 +286,9 @@ class _Loader:
             gate_up[expert, :inner] = self.take(name + "w1.weight", (inner, width))
             gate_up[expert, inner:] = self.take(name + "w3.weight", (inner, width))
             down[expert] = self.take(name + "w2.weight", (width, inner))
-        shared = prefix + "shared_experts."
         is_hash = layer < config.num_hash_layers
         return MixtureOfExperts(
-            gate=prepared(self.take(prefix + "gate.weight", (num, width))),
+            gate=gate,
             bias=None if is_hash else self.take(prefix + "gate.bias", (num,)),
             table=self.take_int(prefix + "gate.tid2eid", (config.vocab_size, config.experts_per_token), 0, num)
             if is_hash
@@ -293,7 +298,7 @@ class _Loader:
             shared_gate_up=prepared(
                 torch.cat([self.take(shared + "w1.weight", (inner, width)), self.take(shared + "w3.weight", (inner, width))])
             ),
-            shared_down=prepared(self.take(shared + "w2.weight", (width, inner))),
+            shared_down=shared_down,
             top_k=config.experts_per_token,
             scale=config.routed_scale,
             limit=config.swiglu_limit,

@@ -27,7 +27,12 @@ class LoadedModel(Protocol):
 
     @property
     def product_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of its products."""
+        """(in, out) of its products with weights."""
+        ...
+
+    @property
+    def batched_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of its batched products."""
         ...
 
     def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:

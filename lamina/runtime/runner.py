@@ -100,7 +100,7 @@ class Runner:
             found.extend(_report(logits, targets, part.num_logprobs))
         return tuple(found)
 
-    def _sample(self, step: Step, hidden: Tensor | None) -> tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]:
+    def _sample(self, step: Step, hidden: Tensor | None) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
         if not step.samples:
             return (), ()
         stops = []
@@ -118,8 +118,11 @@ class Runner:
                 rows.append(store.read_first(page)[0])
         num = len(rows)
         logits = self._padded_logits(torch.stack(rows))[:num]
+        is_bad = ~logits.amax(dim=-1).isfinite()  # NaN if any is
+        logits[is_bad] = 0  # such a row fails alone
         tokens = sample(logits, sample_batch(step.samples, logits.shape[1], self.device)).tolist()
-        return tuple(tokens), self._logprobs(step.samples, logits, tokens)
+        logprobs = self._logprobs(step.samples, logits, tokens)
+        return tuple(None if bad else token for bad, token in zip(is_bad.tolist(), tokens, strict=True)), logprobs
 
     def _logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
         found: list[TokenLogprobs | None] = [None] * len(samples)

@@ -1,6 +1,5 @@
 """One model on one device: its layout from the config alone, then its arena, weights and runner."""
 
-import gc
 import hashlib
 import logging
 from collections.abc import Callable
@@ -61,13 +60,12 @@ class Worker:
             ignored = checkpoint.ignored
         if ignored.count:
             event(_LOG, "weights_not_used", tensors=ignored.count, bytes=ignored.nbytes)
-        multiple = stable_row_multiple(self.model.product_shapes) if self.pads_rows else 1
+        model = self.model
+        multiple = stable_row_multiple(model.product_shapes, model.batched_shapes) if self.pads_rows else 1
         if multiple is None:
             multiple = _FALLBACK_MULTIPLE
             event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
         self.runner = Runner(self.model, self.arena, self.blueprint.rings, device, multiple)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: collections need not look at it again
 
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end."""

@@ -102,7 +102,11 @@ class SamplingParams:
         put(self, "prompt_logprobs", _count_or_all("prompt_logprobs", prompt_logprobs))
         put(self, "presence_penalty", _real("presence_penalty", presence_penalty, "a number from -2 to 2", low=-2.0, high=2.0))
         put(self, "frequency_penalty", _real("frequency_penalty", frequency_penalty, "a number from -2 to 2", low=-2.0, high=2.0))
-        put(self, "repetition_penalty", _real("repetition_penalty", repetition_penalty, "a finite number above 0", above=0.0))
+        put(
+            self,
+            "repetition_penalty",
+            _real("repetition_penalty", repetition_penalty, "a number from 0.000001 to 1000000", low=1e-6, high=1e6),
+        )
         put(self, "logit_bias", _logit_bias(logit_bias))
         put(self, "include_stop_str_in_output", _flag("include_stop_str_in_output", include_stop_str_in_output))
         put(self, "skip_special_tokens", _flag("skip_special_tokens", skip_special_tokens))

@@ -18,10 +18,10 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token that a step drew for a request."""
+    """One token that a step drew for a request; None where the model's scores were not finite and the request ended."""
 
     request: Request
-    token: int
+    token: int | None
     logprobs: TokenLogprobs | None
 
 
@@ -131,29 +131,16 @@ class Scheduler:
                 continue
             request.awaits_result = False
             request.is_prompt_done = True
-            request.tokens.append(token)
             drawn.append(Drawn(request, token, logprob))
+            if token is None:
+                self.cancel(request, "error")
+                continue
+            request.tokens.append(token)
             if token in request.stop_ids:
                 self.finish(request, "stop")
             elif request.num_output >= request.max_new:
                 self.finish(request, "length")
         return drawn
-
-    def fail(self, step: Step, requests: dict[int, Request]) -> list[Request]:
-        """A step that could not be executed: its requests end with "error", and nothing it should have written can be hit."""
-        failed = []
-        self._leases.clear()
-        for request_id in {part.request_id for part in step.slices} | {item.request_id for item in step.samples}:
-            request = requests.get(request_id)
-            if request is not None and request.state is not RequestState.FINISHED:
-                self.cancel(request, "error")
-                failed.append(request)
-        for request in list(self.running):  # their slots may wait for copies of this step
-            self.cancel(request, "error")
-            failed.append(request)
-        self.ledger.take_orders()
-        self.ledger.drop_index()
-        return failed
 
     def _end(self, request: Request, reason: str) -> None:
         if request.state is RequestState.RUNNING:

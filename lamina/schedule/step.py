@@ -76,8 +76,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: a token a sample, log-probs where asked for, and per slice those of its targets."""
+    """What a step gave: a token a sample (None: scores not finite), its log-probs if wanted, those of each slice's targets."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]

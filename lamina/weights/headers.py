@@ -67,6 +67,11 @@ def list_stored(directory: Path) -> list[Stored]:
             raise WeightError(f"{directory} holds both {SINGLE} and {INDEX}, which does not name it: keep one")
         return _read_shards(directory, shards)
     if single.is_file():
+        others = sorted(path.name for path in directory.glob("*.safetensors") if path.name != SINGLE)
+        if others:
+            raise WeightError(
+                f"{directory} holds {SINGLE} and {', '.join(others[:3])}, which nothing names: remove what is not used"
+            )
         return read_header(single)
     pickled = sorted(path.name for path in directory.glob("*") if path.suffix in _PICKLED)
     if pickled:

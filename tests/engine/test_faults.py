@@ -1,12 +1,16 @@
 """Limits, cancellation, contention, threads and failing steps: others are not disturbed, and no page is lost."""
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 from lamina import LLM, SamplingParams
 from lamina.base.errors import CapacityError, ConfigError
@@ -442,3 +446,85 @@ def test_a_fault_after_the_model_ran_leaves_nothing_to_hit(
     (output,) = llm.generate(ids(300, 1), PARAMS)
     assert output.usage.cached_tokens == 0 and output.outputs[0].token_ids == expect(ids(300, 1))[0]
     assert_nothing_held(llm.engine)
+
+
+# Interrupts and impossible requests ----------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_waits_for_the_end_of_its_step(make: Make, ids: Ids, expect: Expect) -> None:
+    """Ctrl-C at random moments: KeyboardInterrupt comes out, no later answer is wrong, and nobody else's request is lost."""
+    llm = make()
+    prompts = [ids(length, length) for length in (5, 130, 300)]
+    truth = [expect(prompt) for prompt in prompts]
+    chance = random.Random(3)
+    old = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    caught = 0
+    try:
+        for turn in range(20):
+            other = llm.engine.add(prompts[turn % 3], PARAMS)
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.05))
+            try:
+                llm.generate([prompts[(turn + 1) % 3]], PARAMS)
+            except KeyboardInterrupt:
+                caught += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            while not other.is_finished:
+                llm.engine.advance(other)
+            assert answer(other) == truth[turn % 3]
+            llm.engine.ledger.check()
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert caught
+    assert_nothing_held(llm.engine)
+
+
+def test_scores_that_are_not_finite_end_one_request_alone(
+    make: Make, ids: Ids, expect: Expect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make()
+    model = llm.engine.worker.model
+    exact = model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        scores = exact(hidden)
+        scores[0] = torch.nan
+        return scores
+
+    bad, good = llm.engine.add(ids(9, 1), PARAMS), llm.engine.add(ids(7, 2), PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", poisoned)
+        llm.engine.step()
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert bad.output.outputs[0].finish_reason == "error" and answer(good) == expect(ids(7, 2))
+    assert_nothing_held(llm.engine)
+
+
+def test_what_nobody_could_draw_is_refused(make: Make) -> None:
+    llm = make()
+    everything = list(range(llm.engine.vocab_size))
+    with pytest.raises(ConfigError, match="min_tokens"):
+        llm.generate([[5]], SamplingParams(min_tokens=3, stop_token_ids=everything))
+    with pytest.raises(ConfigError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1e-320)
+    (output,) = llm.generate([[5]], SamplingParams(stop_token_ids=everything))
+    assert output.outputs[0].finish_reason == "stop" and len(output.outputs[0].token_ids) == 1
+
+
+def test_log_probs_of_a_prompt_of_the_greatest_length(make: Make, ids: Ids) -> None:
+    llm = make(max_model_len=50)
+    (output,) = llm.generate([ids(50, 4)], SamplingParams(prompt_logprobs=1))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 50
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([], "length")
+
+
+def test_every_spelling_of_a_prompt(make: Make) -> None:
+    llm = make()
+    params = SamplingParams(max_tokens=3, temperature=0)
+    same = [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), {"prompt_token_ids": [5, 6, 7]}, [[5, 6, 7]], [np.array([5, 6, 7])]]
+    answers = [llm.generate(prompt, sampling_params=params)[0].outputs[0].token_ids for prompt in same]
+    assert all(found == answers[0] for found in answers)
+    for prompt in (b"abc", [True], [5.0], [[None]], {"text": 1}, None, 5, [[np.float32(1.7)]], [[]]):
+        with pytest.raises(ConfigError, match="prompts"):
+            llm.generate(prompt, params)  # type: ignore[arg-type]

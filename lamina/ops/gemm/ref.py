@@ -38,27 +38,31 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def stable_row_multiple(shapes: Iterable[tuple[int, int]]) -> int | None:
-    """The smallest multiple of rows with which no row's bits depend on their number, for products of these (in, out) shapes.
+def stable_row_multiple(shapes: Iterable[tuple[int, int]], batched_shapes: Iterable[tuple[int, int]] = ()) -> int | None:
+    """The smallest multiple of rows with which no row's bits depend on their number.
 
+    shapes  (in, out) of the products with stored weights.   batched_shapes  (in, out) of batched products (attention).
     None if there is none on this machine and thread count.
     """
-    wanted = sorted(set(shapes))
-    return next((m for m in ROW_MULTIPLES if not any(is_unstable(*shape, m) for shape in wanted)), None)
+    wanted = [(shape, False) for shape in sorted(set(shapes))] + [(shape, True) for shape in sorted(set(batched_shapes))]
+    return next((m for m in ROW_MULTIPLES if not any(is_unstable(*shape, m, batched) for shape, batched in wanted)), None)
 
 
-def is_unstable(width_in: int, width_out: int, multiple: int) -> bool:
-    """Whether some count of rows that is a multiple of `multiple` gives a row other bits than 128 rows do, plain or batched."""
+def is_unstable(width_in: int, width_out: int, multiple: int, is_batched: bool = False) -> bool:
+    """Whether some count of rows that is a multiple of `multiple` gives a row other bits than 128 rows do."""
     generator = torch.Generator().manual_seed(0)
     weight = prepared(torch.randn(width_out, width_in, generator=generator))
+    columns = weight.transpose(0, 1).contiguous()
+
+    def product(x: Tensor, batch: int) -> Tensor:
+        if is_batched:
+            return torch.bmm(x[None].expand(batch, -1, -1), columns[None].expand(batch, -1, -1))[-1]
+        return linear(x.clone(), weight)
+
     x = torch.randn(128, width_in, generator=generator)
-    full = linear(x, weight)
-    batched = torch.bmm(x[None].expand(3, -1, -1), weight.transpose(0, 1)[None].expand(3, -1, -1))
-    for rows in (1, 2, 3, 5, 9):
-        part = x[7 : 7 + rows * multiple]
-        count = part.shape[0] // multiple * multiple
-        if not torch.equal(linear(part[:count].clone(), weight), full[7 : 7 + count]):
-            return True
-        if not torch.equal(torch.bmm(part[None, :count], weight.transpose(0, 1)[None])[0], batched[2, 7 : 7 + count]):
+    full = product(x, 3)
+    for times in (1, 2, 3, 5, 9):
+        count = min(times * multiple, 121 // multiple * multiple)
+        if not torch.equal(product(x[7 : 7 + count], 1), full[7 : 7 + count]):
             return True
     return False
