@@ -77,8 +77,10 @@ def hyper_pre(streams: Tensor, mixer: Mixer) -> tuple[Tensor, Tensor, Tensor]:
 
 def hyper_post(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """streams [T, S, D], output [T, D] -> [T, S, D]: stream k becomes post_k * output + sum over j of comb_jk * stream_j."""
-    mixed = torch.matmul(comb.transpose(1, 2), streams.float())
-    return mixed.addcmul_(post[:, :, None], output.float()[:, None]).to(streams.dtype)
+    x, out = streams.float(), post[:, :, None] * output.float()[:, None]
+    for source in range(streams.shape[1]):  # one batched product of tiny matrices takes 4 to 20 times as long
+        out.addcmul_(comb[:, source, :, None], x[:, source, None])
+    return out.to(streams.dtype)
 
 
 def hyper_head(streams: Tensor, mixer: Mixer) -> Tensor:
