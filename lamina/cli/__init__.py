@@ -21,8 +21,8 @@ Lamina: an inference engine whose memory is exact, explained and reused.
 _EPILOG = """\
 Start here:
   lamina demo                                   the whole thing on a tiny model made on the spot
-  lamina tiny /tmp/model                        write that tiny model
-  lamina generate --model /tmp/model --prompt "Hello" --memory
+  lamina tiny tiny-model                        write that tiny model
+  lamina generate --model tiny-model --prompt "Hello" --memory
 
 `lamina COMMAND --help` explains a command.
 Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.

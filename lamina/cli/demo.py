@@ -24,7 +24,7 @@ Exits with 1 if they differ.
 """
 EPILOG = """\
 Example:
-  lamina demo --keep /tmp/model && lamina generate --model /tmp/model --prompt "Hello"
+  lamina demo --keep tiny-model && lamina generate --model tiny-model --prompt "Hello"
 """
 SHORT_PROMPT = "What does a request remember?"
 _SEED = 0

@@ -16,7 +16,7 @@ own help. The same seed gives the same weights on every machine.
 """
 EPILOG = """\
 Example:
-  lamina tiny /tmp/model --shape pro --seed 7
+  lamina tiny tiny-model --shape pro --seed 7
 """
 
 
