@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lamina import LLM, SamplingParams
-from lamina.engine.engine import Engine, Group
+from lamina.engine.engine import Group
 from lamina.ops.attend import ref as attend_ref
 
 PROMPT, ANSWER = 300, 24
@@ -53,9 +53,12 @@ class Bench:
     def __init__(self, driving: ModuleType, random_models: ModuleType, directory: Path, setup: Setup) -> None:
         _, cache, index, dtype = setup
         self.driving = driving
-        self.engine: Engine = LLM(str(directory), dtype=dtype, cache_format=cache, index_format=index, cache_bytes="96MiB").engine
+        # the second one computes the truth, so that asking for it in the middle of a test forgets nothing
+        self.engine, self.witness = (
+            LLM(str(directory), dtype=dtype, cache_format=cache, index_format=index, cache_bytes="96MiB").engine for _ in range(2)
+        )
         self.full_budget = self.engine.scheduler.max_step_tokens
-        self.recorder = driving.Recorder(self.engine)
+        self.recorder, self.witness_recorder = driving.Recorder(self.engine), driving.Recorder(self.witness)
         self.ids: list[int] = random_models.token_ids(PROMPT, 5)
         self.random_ids: Callable[[int, int], list[int]] = random_models.token_ids
         self.known: dict[tuple[int, ...], dict[int, Tensor]] = {}
@@ -77,17 +80,19 @@ class Bench:
         """Hidden vector of every position of `tokens` and scores after it (under ~position), from one cold prefill, alone."""
         key = tuple(tokens)
         if key not in self.known:
-            kept = self.recorder.hidden, self.recorder.logits, self.recorder.prompt
-            self.recorder.hidden, self.recorder.logits, self.recorder.prompt = {}, {}, {}
-            self.reset()
-            (group,) = self.serve([tokens], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True))
+            recorder, params = (
+                self.witness_recorder,
+                SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True),
+            )
+            self.driving.wipe(self.witness)
+            recorder.forget()
+            (group,) = self.driving.serve(self.witness, [tokens], params)
             assert group.output.usage.cached_tokens == 0
             request = group.requests[0].id
-            found = {position: self.recorder.hidden[request, position] for position in range(len(tokens))}
-            found |= {~position: self.recorder.prompt[request, position] for position in range(len(tokens) - 1)}
-            found[~(len(tokens) - 1)] = self.recorder.logits[request, len(tokens) - 1]
+            found = {position: recorder.hidden[request, position] for position in range(len(tokens))}
+            found |= {~position: recorder.prompt[request, position] for position in range(len(tokens) - 1)}
+            found[~(len(tokens) - 1)] = recorder.logits[request, len(tokens) - 1]
             self.known[key] = found
-            self.recorder.hidden, self.recorder.logits, self.recorder.prompt = kept
         return self.known[key]
 
     def check(self, group: Group, computed: int | None = None) -> None:
