@@ -6,9 +6,11 @@
 A page is free when both are 0, held when lease_refs > 0, and evictable when only the index holds it.
 """
 
+from collections.abc import Sequence
+
 
 class Arena:
-    """`num_pages` equal pages, numbered from 0. Every method is O(1).
+    """`num_pages` equal pages, numbered from 0. Every method is O(1), or O(pages given).
 
     free, held and evictable are disjoint and add up to num_pages, at every moment.
     A wrong use (unknown page, double free, nothing free) is a bug of ours and fails an assertion.
@@ -64,6 +66,19 @@ class Arena:
         self._evictable += 1
         return page
 
+    def take_many_for_lease(self, count: int) -> list[int]:
+        """So many free pages, each now held by one running request."""
+        if not count:
+            return []
+        assert count <= len(self._free), "no page is free"
+        pages = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        refs = self._lease_refs
+        for page in pages:
+            refs[page] = 1
+        self._held += count
+        return pages
+
     def ref_lease(self, page: int) -> None:
         """One more running request holds a page that is not free."""
         self._check_used(page)
@@ -83,6 +98,33 @@ class Arena:
                 self._evictable += 1
             else:
                 self._free.append(page)
+
+    def ref_many_for_lease(self, pages: Sequence[int]) -> None:
+        """One more running request holds these pages, none of which is free."""
+        leases, caches, new = self._lease_refs, self._cache_refs, 0
+        for page in pages:
+            held = leases[page]
+            assert held or caches[page], f"page {page} is free"
+            new += not held
+            leases[page] = held + 1
+        self._held += new
+        self._evictable -= new
+
+    def unref_many_for_lease(self, pages: Sequence[int]) -> None:
+        """One running request less for these pages, the last one first; those that nobody else holds are freed."""
+        leases, caches, free, gone, kept = self._lease_refs, self._cache_refs, self._free, 0, 0
+        for page in reversed(pages):
+            held = leases[page] - 1
+            assert held >= 0, f"page {page} is not held by a request"
+            leases[page] = held
+            if not held:
+                gone += 1
+                if caches[page]:
+                    kept += 1
+                else:
+                    free.append(page)
+        self._held -= gone
+        self._evictable += kept
 
     def ref_cache(self, page: int) -> None:
         """One more index object holds a page that is not free."""

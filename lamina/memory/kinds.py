@@ -69,6 +69,24 @@ class _Derived:
         """For each slot part the rows that matter once `position` tokens have been seen, oldest first."""
         return ()
 
+    @property
+    def slot_edges(self) -> tuple[object, ...]:
+        """What decides `slot_live`: memories with equal edges have equal live rows."""
+        return ()
+
+    def tail_parts(self, block_tokens: int) -> tuple[Part, ...]:
+        """Arrays in each block of `block_tokens` tokens, for what can be kept in pages of its own with a left edge."""
+        return ()
+
+    def tail_live(self, position: int) -> tuple[RowRange, ...]:
+        """Positions (first, count) whose rows matter once `position` tokens have been seen, for what `tail_parts` holds."""
+        return ()
+
+    @property
+    def tail_edges(self) -> tuple[int, ...]:
+        """What decides `tail_live`: memories with equal edges can share their blocks."""
+        return ()
+
     def log_rows(self, position: int) -> int:
         """Final log entries once `position` tokens have been seen."""
         return 0
@@ -81,6 +99,11 @@ class _Derived:
     def log_stride(self) -> int:
         """Native tokens per log entry; 1 where there is no log."""
         return 1
+
+    @property
+    def most_tail_rows(self) -> tuple[int, int]:
+        """Rows that one more token can at most need at once, for what `tail_parts` holds: two runs of positions."""
+        return (0, 0)
 
     @property
     def replay_tokens(self) -> float:
@@ -120,6 +143,11 @@ class Log(_Derived):
         return self.stride
 
     @property
+    def kind(self) -> str:
+        """The kind's name, for tables."""
+        return "log"
+
+    @property
     def lifetime(self) -> str:
         """How long an entry lives, in words."""
         return "kept to the end of the request"
@@ -144,10 +172,35 @@ class Window(_Derived):
         """A ring of size + draft rows for each field."""
         return tuple(Part(field, self.keep_first + self.size + draft_tokens) for field in self.entry.fields)
 
+    @property
+    def slot_edges(self) -> tuple[object, ...]:
+        """What decides `slot_live`."""
+        return ("window", len(self.entry.fields), *self.tail_edges)
+
+    def tail_parts(self, block_tokens: int) -> tuple[Part, ...]:
+        """Arrays in each block of `block_tokens` tokens where the window is kept in pages of its own: a row a token."""
+        return tuple(Part(field, block_tokens) for field in self.entry.fields)
+
+    def tail_live(self, position: int) -> tuple[RowRange, ...]:
+        """Positions (first, count) whose rows matter: the first `keep_first`, then the window, without overlap."""
+        seen, count = max(0, position - self.lag), self.live_rows(position)
+        return tuple(span for span in ((0, min(self.keep_first, seen)), (seen - count, count)) if span[1] > 0)
+
+    @property
+    def tail_edges(self) -> tuple[int, ...]:
+        """What decides `tail_live`."""
+        return (self.size, self.reset or 0, self.keep_first, self.lag)
+
+    @property
+    def most_tail_rows(self) -> tuple[int, int]:
+        """Rows that one more token can at most need at once: of the first ones, and of the window with that token."""
+        return self.keep_first, self.size if self.reset is None else min(self.size, self.reset)
+
     def live_rows(self, position: int) -> int:
-        """Ring entries that a later token can still read."""
+        """Entries that a later token can still read, the first `keep_first` not counted."""
         seen = max(0, position - self.lag)
-        return min(seen if self.reset is None else seen % self.reset, self.size - 1)
+        since = seen if self.reset is None else seen % self.reset
+        return min(since, self.size - 1, seen - min(self.keep_first, seen))
 
     def slot_live(self, position: int, draft_tokens: int) -> tuple[tuple[RowRange, ...], ...]:
         """For each slot part the live rows, oldest first."""
@@ -165,6 +218,11 @@ class Window(_Derived):
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the window is lost; kept first rows cannot be replayed."""
         return math.inf if self.keep_first else self.size - 1
+
+    @property
+    def kind(self) -> str:
+        """The kind's name, for tables."""
+        return "window"
 
     @property
     def lifetime(self) -> str:
@@ -197,6 +255,11 @@ class Fold(_Derived):
             ((0, 1),) if seen > 0 and (seen % self.period != 0 or field.name in self.carry) else () for field in self.state
         )
 
+    @property
+    def slot_edges(self) -> tuple[object, ...]:
+        """What decides `slot_live`."""
+        return ("fold", self.period, self.lag, tuple(field.name in self.carry for field in self.state))
+
     def live_bytes(self, position: int) -> int:
         """Bytes that matter once `position` tokens have been seen."""
         live = self.slot_live(position, 0)
@@ -206,6 +269,11 @@ class Fold(_Derived):
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the state is lost: the group, twice with a carry."""
         return self.period * (2 if self.carry else 1)
+
+    @property
+    def kind(self) -> str:
+        """The kind's name, for tables."""
+        return "fold"
 
     @property
     def lifetime(self) -> str:
@@ -230,6 +298,11 @@ class Snapshot(_Derived):
         """For each slot part the live rows."""
         return (((0, 1),) if position - self.lag > 0 else (),) * len(self.state)
 
+    @property
+    def slot_edges(self) -> tuple[object, ...]:
+        """What decides `slot_live`."""
+        return ("snapshot", len(self.state), self.lag)
+
     def live_bytes(self, position: int) -> int:
         """Bytes that matter once `position` tokens have been seen."""
         return sum(field.nbytes for field in self.state) if position - self.lag > 0 else 0
@@ -238,6 +311,11 @@ class Snapshot(_Derived):
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the state is lost: all of them."""
         return math.inf
+
+    @property
+    def kind(self) -> str:
+        """The kind's name, for tables."""
+        return "snapshot"
 
     @property
     def lifetime(self) -> str:
@@ -254,6 +332,11 @@ class Alias(_Derived):
     of: str
     of_layer: int
     lag: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The kind's name, for tables."""
+        return "alias"
 
     @property
     def lifetime(self) -> str:
@@ -297,12 +380,14 @@ def check_memories(memories: Sequence[Memory]) -> None:
 def replay_tokens(memories: Sequence[Memory]) -> float:
     """How many tokens before a resident log position must be recomputed to rebuild every slot memory, exactly.
 
-    The maximum over layers of the windows below (each widens what a token depends on) plus the layer's own need;
-    0 for logs alone; infinite with a snapshot.
+    The maximum over layers of the windows below (each widens what a token depends on) plus the layer's own need; windows of
+    one layer may follow each other, so they add up. 0 for logs alone; infinite with a snapshot.
     """
     below, worst = 0.0, 0.0
     for layer in sorted({memory.layer for memory in memories}):
         own = [memory for memory in memories if memory.layer == layer]
-        worst = max([worst, *(below + memory.replay_tokens for memory in own if memory.replay_tokens)])
+        windows = [memory.replay_tokens for memory in own if isinstance(memory, Window)]
+        others = [memory.replay_tokens for memory in own if not isinstance(memory, Window) and memory.replay_tokens]
+        worst = max([worst, *(below + need for need in others), *([below + sum(windows)] if windows else [])])
         below += sum(memory.size - 1 for memory in own if isinstance(memory, Window))
     return worst

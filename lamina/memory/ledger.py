@@ -5,16 +5,35 @@ and the steps run on one stream in the order of the calls, so a page that is fre
 docs/ledger.md states the effect of each call.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 from lamina.base.errors import ConfigError
 from lamina.memory.arena import Arena
-from lamina.memory.check import check_books
+from lamina.memory.check import check_books, check_windows
 from lamina.memory.layout import Layout
-from lamina.memory.lease import CANCELLED, CLOSING, FINISHED, PREEMPTED, RUNNING, Lease, PageCounts, Refused, Stats, Wait
+from lamina.memory.lease import (
+    CANCELLED,
+    CLOSING,
+    FINISHED,
+    PREEMPTED,
+    RUNNING,
+    Hold,
+    Lease,
+    PageCounts,
+    Refused,
+    Stats,
+    Wait,
+    refused,
+    waiting,
+)  # fmt: skip
+from lamina.memory.movers import Movers
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
-from lamina.memory.prefix import PROMPT_LOGPROBS, Checkpoint, Hit, Node, PrefixIndex, checked_ids, encode
+from lamina.memory.prefix import PROMPT_LOGPROBS, Checkpoint, Hit, PrefixIndex
+from lamina.memory.publisher import Publisher
+from lamina.memory.tokens import Prompt, checked_ids
+from lamina.memory.windows import Windows
 
 
 class Ledger:
@@ -36,16 +55,19 @@ class Ledger:
             raise ConfigError("min_checkpoint_gain", min_checkpoint_gain, "at least 0")
         self.layout = layout
         self.num_pages = num_pages
-        self.adopt_twins = adopt_twins
         self.min_checkpoint_gain = min_checkpoint_gain
         self.stats = Stats()
         self.arena = Arena(num_pages)
         self.index = PrefixIndex(self.arena, layout, model_id)
+        self._windows = Windows(self.arena, layout, self._account)
+        self._publisher = Publisher(layout, self.arena, self.index, self._windows, self.stats, adopt_twins)
+        self._movers = Movers(self.arena, self.index)
         self._leases: dict[Lease, None] = {}  # in order of admission
         self._outbox: list[tuple[Order, Checkpoint | None]] = []
         self._clock = 0
-        self._lacking = 0  # blocks that admitted prefills still lack
+        self._lacking = 0  # pages that admitted prefills still lack
         self._decoding = 0  # running decodes
+        self._decode_pages = layout.has_logs + sum(tail.pages for tail in layout.tails)  # what the next token may take
 
     # -- looking
 
@@ -76,25 +98,28 @@ class Ledger:
 
     def pages(self) -> PageCounts:
         """How many pages are in which state. O(1)."""
-        slots = len(self._leases) * self.layout.slot_pages
-        checkpoints = self.index.num_checkpoint_pages
-        return PageCounts(
-            self.arena.free, self.arena.held - slots, slots, self.arena.evictable - checkpoints, checkpoints
-        )  # fmt: skip
+        slots, tails = len(self._leases) * self.layout.slot_pages, self._windows.num_pages
+        frozen, pinned = self.index.num_checkpoint_pages, self.index.num_pinned_checkpoint_pages
+        blocks = self.arena.held - slots - tails - pinned
+        return PageCounts(self.arena.free, blocks, tails, slots, self.arena.evictable - (frozen - pinned), frozen)
 
     def all_checkpoints(self) -> tuple[Checkpoint, ...]:
         """Checkpoints that can be hit, then pending ones. O(nodes + leases)."""
         return (*self.index.checkpoints, *(made for lease in self._leases for made in lease._pending if made.state != "gone"))
 
-    def longest(self, tokens: Sequence[int], salt: str = "", limit: int | None = None) -> Hit:
+    def prompt(self, tokens: Sequence[int], salt: str = "") -> Prompt:
+        """Tokens that may be looked up or admitted several times, checked and encoded once. Raises ConfigError."""
+        return self.index.prompt(tokens, salt)
+
+    def longest(self, tokens: Sequence[int] | Prompt, salt: str = "", limit: int | None = None) -> Hit:
         """What an admission of these tokens would reuse now. Changes nothing.
 
         limit  the largest position wanted; None: as admission would, all tokens where a hidden vector is kept, else one less.
         """
-        ids = checked_ids(tokens)
+        prompt = self._as_prompt(tokens, salt)
         if limit is None:
-            limit = self._hit_limit(len(ids))
-        return _public(self._lookup(ids, salt, max(0, min(limit, len(ids)))))
+            limit = self._hit_limit(len(prompt))
+        return _public(self._lookup(prompt, max(0, min(limit, len(prompt)))))
 
     def take_orders(self) -> tuple[Order, ...]:
         """Empties the outbox: the copies to carry out, in order. Copies into checkpoints that are gone unread are left out."""
@@ -105,47 +130,58 @@ class Ledger:
     # -- admission
 
     def admit(
-        self, tokens: Sequence[int], max_new: int, salt: str = "", name: str = "", use_cache: bool = True
+        self, tokens: Sequence[int] | Prompt, max_new: int, salt: str = "", name: str = "", use_cache: bool = True
     ) -> Lease | Wait | Refused:
         """A lease at the position of the longest hit, or why there is none.
 
-        tokens     all tokens known, at least one; a request that resumes passes its answer so far as well.
+        tokens     all tokens known, at least one; a request that resumes passes its answer so far as well. A `Prompt` (which
+                   brings its own salt) saves encoding them again.
         max_new    tokens that may still be sampled. The last one is never computed, so the request ends at position
                    len(tokens) + max(max_new - 1, 0); it is Refused only if that many do not fit into an empty arena.
         use_cache  False: compute everything (prompt log-probs); what fills is still published.
-        Takes the slot and, inside a block, a private copy of the open block; the rest of the prompt is reserved.
+        Takes the slot and copies of the blocks that the hit ends inside; the rest of the prompt is reserved.
         """
-        ids = checked_ids(tokens)
-        if not ids:
+        prompt = self._as_prompt(tokens, salt)
+        if not len(prompt):
             raise ConfigError("tokens", "[]", "at least one token")
         if max_new < 0:
             raise ConfigError("max_new", max_new, "at least 0")
-        refused = self._refusal(len(ids), max_new)
-        if refused is not None:
-            return refused
-        found = self._lookup(ids, salt, self._hit_limit(len(ids)))
-        junction = self._junction(found, len(ids))
+        never = self._refusal(len(prompt), max_new)
+        if never is not None:
+            return never
+        found = self._lookup(prompt, self._hit_limit(len(prompt)))
+        junction = self._junction(found, len(prompt))
         if not use_cache:
-            found = replace(found, position=0, reason=PROMPT_LOGPROBS, checkpoint=None, node=self.index.root(salt))
+            root = self.index.root(prompt)
+            found = replace(
+                found, position=0, log_tokens=0, replayed=False, reason=PROMPT_LOGPROBS, checkpoint=None, node=root
+            )  # fmt: skip
         assert found.node is not None
-        path = self._path(found.node)
-        target = self._blocks(len(ids) + (1 if max_new > 1 else 0))
-        wait = self._wait(target - len(path), path)
+        path = self.index.path_pages(found.node)
+        target = len(prompt) + (1 if max_new > 1 else 0)
+        wait = self._wait(target, path, found.checkpoint)
         if wait is not None:
             return wait
         self._clock += 1
-        lease = Lease(name, salt, ids, len(ids), max_new, _public(found), found.position, found.position, junction)
-        lease.blocks, lease._target, lease._tip = path, target, found.node
-        for page in path:
-            self.arena.ref_lease(page)
+        lease = Lease(
+            name, prompt.salt, prompt.ids[:], len(prompt), max_new, _public(found), found.position, found.position, junction,
+            blocks=path, tails=[{} for _ in self.layout.tails], write_from=found.log_tokens,
+            valid_from=found.position if found.replayed else 0,
+        )  # fmt: skip
+        lease._prompt, lease._target, lease._tip = prompt, target, found.node
+        self.arena.ref_many_for_lease(path)
         self.index.pin(found.node)
         self._fill_slot(lease, found.checkpoint)
+        if found.position:
+            self.index.use(found.node, self._clock)
         self._leases[lease] = None
         self._account(lease)
         self.stats.admitted += 1
-        self.stats.prompt_tokens += len(ids)
+        self.stats.prompt_tokens += len(prompt)
         self.stats.hits += found.position > 0
         self.stats.hit_tokens += found.position
+        self.stats.replays += found.replayed
+        self.stats.replayed_tokens += found.log_tokens - found.position if found.replayed else 0
         return lease
 
     def fork(self, lease: Lease, max_new: int, name: str = "") -> Lease | Wait | Refused:
@@ -158,17 +194,17 @@ class Ledger:
             raise ConfigError("max_new", max_new, "at least 0")
         if not lease.committed:
             raise ConfigError("lease.committed", 0, "at least one accepted token to fork from")
-        tokens = lease.tokens[: lease.committed]
-        refused = self._refusal(len(tokens), max_new)
-        if refused is not None:
-            return refused
+        tokens = self.prompt(lease.tokens[: lease.committed], lease.salt)
+        never = self._refusal(len(tokens), max_new)
+        if never is not None:
+            return never
         if not lease.in_flight and not lease._detached and self._hit_limit(len(tokens)) == len(tokens):
-            shared = self.layout.has_logs * (lease.committed // self.layout.block_tokens)
-            wait = self._wait(self._blocks(len(tokens) + (1 if max_new > 1 else 0)) - shared, [])
+            path = lease.blocks[: lease.committed // self.layout.block_tokens]
+            wait = self._wait(len(tokens) + (1 if max_new > 1 else 0), path, None, self._windows.pages_to_fork(lease))
             if wait is not None:
                 return wait
             self.checkpoint(lease)
-        return self.admit(tokens, max_new, lease.salt, name)
+        return self.admit(tokens, max_new, name=name)
 
     # -- running
 
@@ -177,23 +213,44 @@ class Ledger:
         self._require_running(lease, "extend")
         if n < 0:
             raise ConfigError("n", n, "at least 0")
-        need = self._blocks(lease.position + n) - len(lease.blocks)
-        return need <= max(0, self.arena.free + self.arena.evictable - (self._lacking - lease._lacks))
+        return self._needed(lease, n) <= max(0, self.arena.free + self.arena.evictable - (self._lacking - lease._lacks))
+
+    def room(self, lease: Lease, n: int) -> int:
+        """The most tokens, at most n, that `extend` would plan now."""
+        if self.can_extend(lease, n):
+            return n
+        low, high = 0, n - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.can_extend(lease, middle) else (low, middle - 1)
+        return low
 
     def extend(self, lease: Lease, n: int) -> bool:
-        """Plans n more tokens: takes exactly the blocks they need, evicting if it must.
+        """Plans n more tokens: takes exactly the pages they need, evicting if it must.
 
         False, and nothing has changed, where there is no page that admitted prefills do not lack: preempt someone.
         """
         if not self.can_extend(lease, n):
             return False
         self._clock += 1
-        need = self._blocks(lease.position + n) - len(lease.blocks)
-        self.index.make_free(need, self._clock, lease.name)
-        lease.blocks.extend(self.arena.take_for_lease() for _ in range(need))
+        self.index.make_free(self._needed(lease, n), self._clock, lease.name)
         lease.position += n
+        if n:
+            lease.cuts.append(lease.position)
+        if self.layout.has_logs:
+            need = self.layout.blocks_for(lease.position) - len(lease.blocks)
+            if need > 0:
+                lease.blocks += self.arena.take_many_for_lease(need)
+        if self.layout.tails:
+            self._windows.grow(lease, lease.position)
         self._account(lease)
         return True
+
+    def new_blocks(self, lease: Lease) -> tuple[int, tuple[int, ...]]:
+        """(number of the first, pages) of the blocks of the table that are new or changed since the last call. O(these)."""
+        first = min(lease._changed_from, len(lease.blocks))
+        lease._changed_from = len(lease.blocks)
+        return first, tuple(lease.blocks[first:])
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """The ids of the oldest in-flight tokens, now accepted: publishes each block that filled.
@@ -210,25 +267,43 @@ class Ledger:
             raise ConfigError("len(tokens)", len(ids), f"at most the {lease.in_flight} in flight")
         known = lease.tokens[lease.committed : lease.committed + len(ids)]
         if known != ids[: len(known)]:
-            raise ConfigError("tokens", ids[: len(known)], f"the known tokens from position {lease.committed} on, {known}")
+            where = f"the known tokens from position {lease.committed} on, {list(known)}"
+            raise ConfigError("tokens", list(ids[: len(known)]), where)
         self._clock += 1
         lease.tokens.extend(ids[len(known) :])
         lease.committed += len(ids)
-        self._publish(lease)
+        del lease.cuts[: bisect_right(lease.cuts, lease.committed)]
+        if self.layout.tails:
+            self._windows.trim(lease)
+            self._account(lease)
+        self._publisher.publish(lease, self._clock)
         if lease.state == CLOSING and not lease.in_flight:
             self._close(lease)
 
     def rollback(self, lease: Lease, n: int) -> None:
-        """Takes back the newest n in-flight tokens (rejected drafts, a failed step) with their blocks and checkpoints."""
+        """Takes back the newest n in-flight tokens (rejected drafts, a failed step) with their blocks and checkpoints.
+
+        Raises ConfigError for more tokens than are in flight, and for a position inside a step longer than a large window.
+        """
         self._require_held(lease)
         if not 0 <= n <= lease.in_flight:
             raise ConfigError("n", n, f"from 0 to the {lease.in_flight} in flight")
+        position = lease.position - n
+        if position > lease.committed and not self._windows.is_whole(lease, position):
+            raise ConfigError("n", n, "a step's border: its windows were not stored in between")
         self._clock += 1
-        lease.position -= n
-        while lease._pending and lease._pending[-1].position > lease.position:
-            self._drop_pending(lease._pending.pop())
-        while len(lease.blocks) > self._blocks(lease.position):
+        lease.position = position
+        while lease._pending and lease._pending[-1].position > position:
+            self._publisher.drop_pending(lease._pending.pop())
+        del lease.cuts[bisect_right(lease.cuts, position) :]
+        if position > max([lease.committed, *lease.cuts[-1:]]):
+            lease.cuts.append(position)
+        keep = max(self._blocks(position), self._publisher.depth(lease))
+        while len(lease.blocks) > keep and self.layout.has_logs:
             self.arena.unref_lease(lease.blocks.pop())
+        lease._changed_from = min(lease._changed_from, len(lease.blocks))
+        if self.layout.tails:
+            self._windows.trim(lease)
         self._account(lease)
         if lease.state == CLOSING and not lease.in_flight:
             self._close(lease)
@@ -236,14 +311,14 @@ class Ledger:
     def checkpoint(self, lease: Lease) -> bool:
         """Freezes a copy of the slot at the planned position; it can be hit once commit has reached that position.
 
-        False where the model needs none, nothing has been computed, one is there already, the lease's blocks are not in
-        the index (twins not adopted), or no page can be had beyond what admitted prefills lack.
+        False where the model needs none, nothing has been computed, one is there already, the slot is being rebuilt, the
+        lease's blocks are not in the index (twins not adopted), or no page can be had beyond what admitted prefills lack.
         """
         self._require_running(lease, "checkpoint")
         position = lease.position
-        if not self.layout.slot_pages or not position or self._has_checkpoint(lease):
+        if not self.layout.has_state or not position or not lease.is_exact or self._publisher.has_checkpoint(lease):
             return False
-        if lease._detached and position // self.layout.block_tokens > self._depth(lease):
+        if lease._detached and position // self.layout.block_tokens > self._publisher.depth(lease):
             return False
         count = self.layout.checkpoint_pages(position)
         if count > self.arena.free + self.arena.evictable - self._lacking:
@@ -252,12 +327,31 @@ class Ledger:
         self._clock += 1
         self.index.make_free(count, self._clock, lease.name)
         pages = tuple(self.arena.take_for_cache() for _ in range(count))
-        made = self.index.add_pending(position, pages, self._open_page(lease), self._clock)
-        self._outbox.append((SaveSlot(lease.slot, pages, position), made))
+        tails = self._windows.frozen(lease, position)
+        made = self.index.add_pending(position, pages, self._publisher.open_page(lease, position), self._clock, tails)
+        made.uses = int(position == lease.junction)  # a second request has just come by
+        if pages:
+            self._outbox.append((SaveSlot(lease.slot, pages, position), made))
         lease._pending.append(made)
         self.stats.checkpoints += 1
-        self._publish(lease)
+        self._publisher.publish(lease, self._clock)
         return True
+
+    # -- movers
+
+    def hold(self, tokens: Sequence[int] | Prompt, salt: str = "") -> Hold | None:
+        """Keeps what is stored of these tokens where it is until `release`: the longest hit that needs no replay.
+
+        None where nothing is stored. The bytes below its position never change, whatever else runs or ends (I14).
+        """
+        prompt = self._as_prompt(tokens, salt)
+        self._clock += 1
+        return self._movers.hold(self._lookup(prompt, len(prompt)))
+
+    def release(self, held: Hold) -> None:
+        """The move is done, or given up. Raises ConfigError for a hold that is not held."""
+        self._clock += 1
+        self._movers.release(held, self._clock)
 
     # -- ending
 
@@ -278,9 +372,8 @@ class Ledger:
             return
         self._require_held(lease)
         self._clock += 1
-        for page in lease.slot:
-            self.arena.unref_lease(page)
-        self._release(lease, CANCELLED)
+        self.arena.unref_many_for_lease(lease.slot)
+        self._give_up(lease, CANCELLED)
         self.stats.cancelled += 1
 
     def drop_index(self) -> None:
@@ -290,103 +383,120 @@ class Ledger:
 
     def check(self) -> None:
         """Asserts I1, I2, I3, I10 and the reservations of I12. O(pages + blocks), for tests and for an idle engine."""
-        check_books(self.layout, self.arena, self.index, self.leases)
+        check_books(self.layout, self.arena, self.index, self.leases, self._movers.holds)
         assert self._lacking == sum(lease._lacks for lease in self._leases), "I12: reservations are miscounted"
         assert self._decoding == sum(lease._decodes for lease in self._leases), "I12: decodes are miscounted"
-        assert self._lacking <= self.arena.free + self.arena.evictable, "I12: an admitted prefill cannot be finished"
+        assert self._movers.holds or self._lacking <= self.arena.free + self.arena.evictable, "I12: a prefill cannot be finished"
         for lease in self._leases:
-            assert lease.state == CLOSING or lease._lacks == max(0, lease._target - len(lease.blocks)), "I12: a lack is stale"
+            assert lease.state == CLOSING or lease._lacks == self._lacks(lease), "I12: a lack is stale"
+        check_windows(self.leases, self._windows.num_pages)
         assert self.pages().total == self.num_pages and min(astuple(self.pages())) >= 0, "I1: pages do not add up"
 
     # -- parts of admission
 
+    def _as_prompt(self, tokens: Sequence[int] | Prompt, salt: str) -> Prompt:
+        return tokens if isinstance(tokens, Prompt) else self.index.prompt(tokens, salt)
+
     def _blocks(self, num_tokens: int) -> int:
         """Block pages of a request of that many tokens."""
-        return self.layout.blocks_for(num_tokens) if self.layout.has_logs else 0
+        return self.layout.block_pages(num_tokens)
 
     def _hit_limit(self, num_tokens: int) -> int:
         """The deepest useful hit: without a hidden vector one token must be computed to get logits."""
         return num_tokens if self.layout.hidden is not None and self.layout.slot_pages else max(0, num_tokens - 1)
 
-    def _lookup(self, ids: list[int], salt: str, limit: int) -> Hit:
-        return self.index.longest(encode(ids), salt, limit, self.min_checkpoint_gain)
+    def _lookup(self, prompt: Prompt, limit: int) -> Hit:
+        return self.index.longest(prompt, limit, self.min_checkpoint_gain)
 
     def _junction(self, hit: Hit, num_tokens: int) -> int | None:
-        gain = hit.differs_at - hit.position
-        worth = self.layout.slot_pages > 0 and gain >= max(1, self.min_checkpoint_gain)
-        return hit.differs_at if worth and hit.differs_at < num_tokens else None
+        worth = self.layout.has_state and hit.seen_before - hit.position >= max(1, self.min_checkpoint_gain)
+        return hit.seen_before if worth and hit.seen_before < num_tokens else None
 
     def _refusal(self, num_tokens: int, max_new: int) -> Refused | None:
         last = num_tokens + max(max_new - 1, 0)
-        needed = self.layout.slot_pages + self._blocks(last)
-        if needed <= self.num_pages:
-            return None
-        return Refused(
-            needed,
-            self.num_pages,
-            f"{num_tokens} tokens and up to {max_new} new ones need {needed} pages ({self.layout.slot_pages} slot, "
-            f"{self._blocks(last)} blocks) of {self.layout.page_bytes} B; the arena has {self.num_pages}",
-        )
+        needed = self.layout.peak_pages(last)
+        return None if needed <= self.num_pages else refused(self.layout, self.num_pages, num_tokens, max_new)
 
-    def _wait(self, own_blocks: int, path: list[int]) -> Wait | None:
-        """Why a request that shares `path` and needs `own_blocks` more cannot be admitted now; None if it can."""
-        needed = self.layout.slot_pages + own_blocks
+    def _wait(self, target: int, path: list[int], source: Checkpoint | None, more: int = 0) -> Wait | None:
+        """Why a request of `target` tokens (and `more` pages) that shares `path` cannot be admitted now; None if it can."""
+        needed = self.layout.peak_pages(target) - len(path) + more
         pinned = sum(1 for page in path if not self.arena.lease_refs(page))
-        reserved = self._lacking + (self._decoding if self.layout.has_logs else 0)
+        reserved = self._lacking + self._decoding * self._decode_pages
+        if source is not None and self.layout.tails:
+            # Shared pages that nobody else runs on are not needed again, but not to be had by evicting either. One that a
+            # request runs on counts in full for both: it may let go of it and take another while this one keeps it.
+            shared = {page for page in source.shared_pages if page != source.open_page}
+            idle = sum(1 for page in shared if not self.arena.lease_refs(page))
+            needed = max(needed - idle + self._windows.open_pages(source), 0)
+            pinned += idle
+            reserved += self._windows.num_sole(shared)
         available = max(0, self.arena.free + self.arena.evictable - pinned - reserved)
-        if needed <= available:
+        if needed <= available and not (self._movers.holds and self._is_stuck(path, source)):
             return None
-        assert self._leases, "I12: nothing runs, yet a request that fits alone would wait"
-        return Wait(
-            needed,
-            available,
-            f"needs {needed} pages ({self.layout.slot_pages} slot, {own_blocks} blocks), could have {available}: "
-            f"{self.arena.free} free and {self.arena.evictable - pinned} evictable, "
-            f"of which {reserved} are reserved for running requests",
-        )
+        if not self._leases and not self._movers.holds and needed <= available + pinned:
+            return None  # the hit's own pages are given up for it
+        assert self._leases or self._movers.holds, "I12: nothing runs, yet a request that fits alone would wait"
+        could = f"{self.arena.free} free and {self.arena.evictable - pinned} evictable"
+        return waiting(self.layout, target, needed, available, len(path), could, reserved)
 
-    def _path(self, node: Node) -> list[int]:
-        """Pages of the blocks from the root down to `node`."""
-        pages: list[int] = []
-        step: Node | None = node
-        while step is not None:
-            if step.page is not None:
-                pages.append(step.page)
-            step = step.parent
-        return pages[::-1]
+    def _is_stuck(self, path: list[int], source: Checkpoint | None) -> bool:
+        """Whether a mover holds the checkpoint that would have to become the slot, as there is no room to copy it."""
+        if source is None or not source.pins:
+            return False
+        pinned = sum(1 for page in path if not self.arena.lease_refs(page))
+        return self._copies(source, len(path)) > self.arena.free + self.arena.evictable - pinned
+
+    def _copies(self, source: Checkpoint, num_blocks: int) -> int:
+        """Pages that a request which goes on from a checkpoint takes at once."""
+        has_own = source.open_page is not None and source.position // self.layout.block_tokens >= num_blocks
+        return self.layout.slot_pages + has_own + self._windows.open_pages(source)
 
     def _fill_slot(self, lease: Lease, source: Checkpoint | None) -> None:
-        """Takes the slot and, where the hit is inside a block, a block of its own; orders the copies."""
+        """Takes the slot and, of blocks that the hit ends inside, copies; orders these."""
         if source is None:
             self.index.make_free(self.layout.slot_pages, self._clock, lease.name)
-            lease.slot = tuple(self.arena.take_for_lease() for _ in range(self.layout.slot_pages))
+            lease.slot = tuple(self.arena.take_many_for_lease(self.layout.slot_pages))
             return
-        opened = source.open_page
+        is_inside = source.open_page is not None and source.position // self.layout.block_tokens >= len(lease.blocks)
+        opened = source.open_page if is_inside else None
         self.index.pin_checkpoint(source)
         source.was_read = True
-        count = self.layout.slot_pages + (opened is not None)
+        self.index.use_checkpoint(source, self._clock)
+        count = self._copies(source, len(lease.blocks))
         if count <= self.arena.free + self.arena.evictable:
             self.index.make_free(count, self._clock, lease.name)
-            lease.slot = tuple(self.arena.take_for_lease() for _ in range(self.layout.slot_pages))
-            self._outbox.append((RestoreSlot(source.pages, lease.slot, source.position), None))
+            lease.slot = tuple(self.arena.take_many_for_lease(self.layout.slot_pages))
+            if lease.slot:
+                self._outbox.append((RestoreSlot(source.pages, lease.slot, source.position), None))
             if opened is not None:
                 lease.blocks.append(self._copied(opened))
+            for old, own in self._windows.share(lease, source):
+                self._outbox.append((CopyPage(old, own), None))
             self.index.unpin_checkpoint(source, self._clock)
             return
-        # Not enough room to copy: the checkpoint's own pages become the slot, and its open block the lease's.
+        # Not enough room to copy: the checkpoint's own pages become the slot, and its open blocks the lease's.
         self.index.evict_all(self._clock, lease.name)
-        frozen, _ = self.index.take_over(source)
-        for page in frozen:
-            self.arena.unref_cache(page)  # the pin's reference is now the lease's
-        lease.slot = (*frozen, *(self.arena.take_for_lease() for _ in range(self.layout.slot_pages - len(frozen))))
-        self._outbox.append((RestoreSlot(frozen, lease.slot, source.position), None))
-        if opened is not None:
-            self.arena.unref_cache(opened)
-            if self.arena.lease_refs(opened) == 1 and not self.arena.cache_refs(opened):
-                lease.blocks.append(opened)
+        assert source.pins == 1, "a checkpoint is taken over that a mover reads"
+        self.index.take_over(source)
+        for frozen in (*source.pages, *source.shared_pages):
+            self.arena.unref_cache(frozen)  # the pin's references are now the lease's
+        for old, own in self._windows.share(lease, source, takes_over=True):
+            self._outbox.append((CopyPage(old, own), None))
+        for kept in (page for blocks in source.tails for pages in blocks.values() for page in pages):
+            self.arena.unref_lease(kept)
+        missing = self.layout.slot_pages - len(source.pages)
+        lease.slot = (*source.pages, *(self.arena.take_for_lease() for _ in range(missing)))
+        if lease.slot:
+            self._outbox.append((RestoreSlot(source.pages, lease.slot, source.position), None))
+        page = source.open_page
+        if page is not None and opened is None:
+            self.arena.unref_lease(page)
+        elif page is not None:
+            if self.arena.lease_refs(page) == 1 and not self.arena.cache_refs(page):
+                lease.blocks.append(page)
             else:  # somebody runs on it
-                lease.blocks.append(self._copied(opened))
-                self.arena.unref_lease(opened)
+                lease.blocks.append(self._copied(page))
+                self.arena.unref_lease(page)
         self.stats.takeovers += 1
 
     def _copied(self, page: int) -> int:
@@ -408,95 +518,28 @@ class Ledger:
         if lease.state != RUNNING:
             raise ConfigError("lease.state", lease.state, f"running, to {what}")
 
+    def _needed(self, lease: Lease, n: int) -> int:
+        """Pages that n more tokens take."""
+        position = lease.position + n
+        need = max(0, self._blocks(position) - len(lease.blocks)) if self.layout.has_logs else 0
+        return need + (self._windows.lacking(lease, position) if self.layout.tails else 0)
+
+    def _lacks(self, lease: Lease) -> int:
+        """Pages that an admitted prompt may still need until its last token is computed."""
+        if lease.state != RUNNING or lease.committed >= lease._target:  # what is in flight may be rolled back
+            return 0
+        need, held = self._blocks(lease._target), len(lease.blocks)
+        if self.layout.tails:
+            need, held = need + self.layout.most_tail_pages(lease._target), held + lease._own_window_pages
+        return max(0, need - held)
+
     def _account(self, lease: Lease) -> None:
         """Brings the sums over leases up to date with one lease."""
-        active = lease.state == RUNNING
-        lacks = max(0, lease._target - len(lease.blocks)) if active else 0
-        decodes = int(active and not lacks and lease.position >= lease.prompt_tokens)
+        lacks = self._lacks(lease)
+        decodes = int(lease.state == RUNNING and not lacks and lease.position >= lease.prompt_tokens)
         self._lacking += lacks - lease._lacks
         self._decoding += decodes - lease._decodes
         lease._lacks, lease._decodes = lacks, decodes
-
-    def _depth(self, lease: Lease) -> int:
-        """Blocks of the lease that are in the index."""
-        assert lease._tip is not None
-        return lease._tip.depth
-
-    def _open_page(self, lease: Lease) -> int | None:
-        inside = self.layout.has_logs and lease.position % self.layout.block_tokens
-        return lease.blocks[-1] if inside else None
-
-    def _block(self, lease: Lease, number: int) -> bytes:
-        """The encoded tokens of one block, as far as they are known."""
-        size = self.layout.block_tokens
-        return encode(lease.tokens[number * size : (number + 1) * size])
-
-    def _has_checkpoint(self, lease: Lease) -> bool:
-        """Whether a checkpoint at the planned position exists, as far as its tokens are known."""
-        if any(made.position == lease.position and made.state != "gone" for made in lease._pending):
-            return True
-        node = lease._tip
-        depth, tail = divmod(lease.position, self.layout.block_tokens)
-        if len(lease.tokens) < lease.position:
-            return False
-        while node is not None and node.depth < depth:
-            node = self.index.child(node, self._block(lease, node.depth))
-        if node is None or node.depth != depth:
-            return False
-        return self.index.find(node, encode(lease.tokens[lease.position - tail : lease.position])) is not None
-
-    def _publish(self, lease: Lease) -> None:
-        """Puts every full accepted block and every reached checkpoint into the index, in order of position."""
-        self._attach_reached(lease)
-        while not lease._detached and (self._depth(lease) + 1) * self.layout.block_tokens <= lease.committed:
-            self._publish_block(lease)
-            self._attach_reached(lease)
-
-    def _publish_block(self, lease: Lease) -> None:
-        parent = lease._tip
-        assert parent is not None
-        block = self._block(lease, parent.depth)
-        own = lease.blocks[parent.depth] if self.layout.has_logs else None
-        node, is_new = self.index.publish(parent, block, own, self._clock)
-        if node is None or (node.page != own and not self.adopt_twins):
-            lease._detached = True
-            return
-        if node.page is not None and own is not None:
-            if self.adopt_twins:
-                self.index.share_page(parent, block, node.page)
-            if node.page != own:
-                self.arena.ref_lease(node.page)
-                lease.blocks[parent.depth] = node.page
-                for made in lease._pending:
-                    if made.open_page == own and made.state != "gone":
-                        self.index.move_open_page(made, node.page)
-                self.arena.unref_lease(own)
-        self.stats.twins += not is_new
-        self.index.pin(node)
-        lease._tip = node
-        self.index.unpin(parent, self._clock)
-
-    def _attach_reached(self, lease: Lease) -> None:
-        """Lets pending checkpoints of the open block be found whose tokens have all been accepted."""
-        size = self.layout.block_tokens
-        while lease._pending and lease._pending[0].position <= lease.committed:
-            made = lease._pending[0]
-            depth = made.position // size
-            if depth > self._depth(lease) and not lease._detached:
-                return  # its block is published first
-            del lease._pending[0]
-            if made.state == "gone":
-                continue
-            assert lease._tip is not None
-            tail = encode(lease.tokens[depth * size : made.position])
-            if depth != self._depth(lease) or self.index.find(lease._tip, tail) is not None:
-                self._drop_pending(made)
-            else:
-                self.index.attach(made, lease._tip, tail)
-
-    def _drop_pending(self, made: Checkpoint) -> None:
-        if made.state != "gone":  # eviction may have been faster
-            self.index.discard(made)
 
     # -- parts of ending
 
@@ -510,41 +553,29 @@ class Ledger:
 
     def _close(self, lease: Lease) -> None:
         """Freezes the slot in place, unless the same checkpoint exists, and lets go of everything else."""
-        position, tip = lease.committed, lease._tip
-        assert tip is not None and not lease.in_flight
-        depth = position // self.layout.block_tokens
-        frozen: tuple[int, ...] = ()
-        if lease.slot and position and tip.depth == depth:
-            tail = encode(lease.tokens[depth * self.layout.block_tokens : position])
-            same = self.index.find(tip, tail)
-            if same is not None:
-                same.stamp = self._clock
-            else:
-                frozen = lease.slot[: self.layout.checkpoint_pages(position)]
-                for page in frozen:
-                    self.arena.ref_cache(page)
-                made = self.index.add_pending(position, frozen, self._open_page(lease), self._clock)
-                self._outbox.append((SaveSlot(lease.slot, frozen, position), made))
-                self.index.attach(made, tip, tail)
-                self.stats.checkpoints += 1
-        for page in lease.slot:
-            self.arena.unref_lease(page)
-        self._release(lease, lease._ending)
+        position = lease.committed
+        assert not lease.in_flight
+        if self.layout.has_state and position and lease.is_exact and self._windows.is_whole(lease, position):
+            order = self._publisher.freeze(lease, position, self._clock)
+            if order is not None and order[0].checkpoint:
+                self._outbox.append(order)
+        self.arena.unref_many_for_lease(lease.slot)
+        self._give_up(lease, lease._ending)
         if lease.state == PREEMPTED:
             self.stats.preempted += 1
         else:
             self.stats.finished += 1
 
-    def _release(self, lease: Lease, state: str) -> None:
+    def _give_up(self, lease: Lease, state: str) -> None:
         """Drops all but the slot and forgets the lease."""
         assert lease._tip is not None
         for made in lease._pending:
-            self._drop_pending(made)
-        for page in reversed(lease.blocks):
-            self.arena.unref_lease(page)
+            self._publisher.drop_pending(made)
+        self.arena.unref_many_for_lease(lease.blocks)
+        self._windows.drop_all(lease)
         self.index.unpin(lease._tip, self._clock)
         lease.state = state
-        lease.blocks, lease.slot, lease._pending, lease._tip = [], (), [], None
+        lease.blocks, lease.slot, lease.cuts, lease._pending, lease._tip, lease._prompt = [], (), [], [], None, None
         self._account(lease)
         del self._leases[lease]
 

@@ -1,8 +1,8 @@
 """What every byte is for: predicted from the layout before anything runs, and counted from the ledger's pages.
 
-Block pages (held or cached) and slot pages are split by memory, with the arrays that lie in them; what is left of those
-pages is `padding`. Checkpoint pages count whole, as `checkpoints`. Predicted and measured tables of the same requests are
-equal, and each adds up to its pages x page bytes.
+Block pages (held or cached), pages of large windows and slot pages are split by memory, with the arrays that lie in them;
+what is left of those pages is `padding`. Checkpoint pages count whole, as `checkpoints`. Predicted and measured tables of the
+same requests are equal, and each adds up to its pages x page bytes.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class MemoryRow:
 class Prediction:
     """Bytes by memory. The rows add up to total, which is pages x page_bytes; the unused pages are not part of it.
 
-    block_pages, slot_pages, checkpoint_pages  how many pages of each use.
+    block_pages, slot_pages, checkpoint_pages, tail_pages  how many pages of each use; tail_pages are those of large windows.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -50,11 +50,12 @@ class Prediction:
     slot_pages: int
     checkpoint_pages: int
     page_bytes: int
+    tail_pages: int = 0
 
     @property
     def pages(self) -> int:
         """Pages in use."""
-        return self.block_pages + self.slot_pages + self.checkpoint_pages
+        return self.block_pages + self.tail_pages + self.slot_pages + self.checkpoint_pages
 
     @property
     def total(self) -> int:
@@ -75,26 +76,36 @@ class Prediction:
 def predict(layout: Layout, requests: Sequence[Held]) -> Prediction:
     """The table of these requests, computed from the layout alone."""
     blocks = slots = checkpoints = 0
+    tails = [0] * len(layout.tails)
     for request in requests:
         if request.position < 0 or request.shared_blocks < 0:
             raise ConfigError("request", request, "position and shared_blocks of at least 0")
         checkpoints += sum(layout.checkpoint_pages(position) for position in request.checkpoints)
         slots += layout.slot_pages if request.running else 0
         blocks += _block_pages(layout, request)
-    return _table(layout, blocks, slots, checkpoints)
+        for group, count in enumerate(_tail_blocks(layout, request)):
+            tails[group] += count
+    return _table(layout, blocks, tails, slots, checkpoints)
 
 
 def measured(layout: Layout, ledger: Ledger) -> Prediction:
     """The same table counted from the pages that leases, index and checkpoints really hold. O(pages)."""
     slots = {page for lease in ledger.leases for page in lease.slot}
-    frozen = {page for checkpoint in ledger.all_checkpoints() for page in checkpoint.pages}
+    checkpoints = ledger.all_checkpoints()
+    frozen = {page for checkpoint in checkpoints for page in checkpoint.pages}
+    kept: list[set[tuple[int, ...]]] = [set() for _ in layout.tails]
+    for held in (*(lease.tails for lease in ledger.leases), *(checkpoint.tails for checkpoint in checkpoints)):
+        for group, windows in enumerate(held):
+            kept[group].update(windows.values())
     used = {page for page in range(ledger.num_pages) if ledger.arena.lease_refs(page) or ledger.arena.cache_refs(page)}
-    return _table(layout, len(used - slots - frozen), len(slots), len(frozen))
+    in_tails = {page for group in kept for pages in group for page in pages}
+    tails = [len(group) for group in kept]
+    return _table(layout, len(used - slots - frozen - in_tails), tails, len(slots), len(frozen))
 
 
 def requests_that_fit(layout: Layout, pool_bytes: int, num_tokens: int) -> int:
-    """How many running requests of `num_tokens` tokens a pool holds, without checkpoints and without sharing."""
-    each = layout.pages_for(num_tokens)
+    """How many requests can run in a pool up to `num_tokens` tokens each, without checkpoints and without sharing."""
+    each = layout.peak_pages(num_tokens)
     if not each:
         raise ConfigError("num_tokens", num_tokens, "a length that needs memory")
     return pool_bytes // layout.page_bytes // each
@@ -111,11 +122,23 @@ def _block_pages(layout: Layout, request: Held) -> int:
     return full + int(bool(inside) and kept) - request.shared_blocks
 
 
-def _table(layout: Layout, blocks: int, slots: int, checkpoints: int) -> Prediction:
+def _tail_blocks(layout: Layout, request: Held) -> list[int]:
+    """Blocks of each large window that a request and its own checkpoints hold together, each counted once."""
+    points = [*request.checkpoints, *([request.position] if request.running else [])]
+    spans = [[span for point in points for span in tail.live_blocks(point)] for tail in layout.tails]
+    return [len({block for first, stop in group for block in range(first, stop)}) for group in spans]
+
+
+def _table(layout: Layout, blocks: int, tails: Sequence[int], slots: int, checkpoints: int) -> Prediction:
     names = list(dict.fromkeys([*(memory.name for memory in layout.memories), *bytes_by_memory(layout.slot_spans)]))
     in_block, in_slot = bytes_by_memory(layout.block_spans), bytes_by_memory(layout.slot_spans)
     whole_slots = slots // layout.slot_pages if layout.slot_pages else 0
-    rows = [MemoryRow(name, blocks * in_block.get(name, 0) + whole_slots * in_slot.get(name, 0)) for name in names]
-    padding = (blocks + slots) * layout.page_bytes - sum(row.nbytes for row in rows)
+    nbytes = {name: blocks * in_block.get(name, 0) + whole_slots * in_slot.get(name, 0) for name in names}
+    for tail, count in zip(layout.tails, tails, strict=True):
+        for name, size in bytes_by_memory(tail.spans).items():
+            nbytes[name] += count * size
+    rows = [MemoryRow(name, size) for name, size in nbytes.items()]
+    tail_pages = sum(tail.pages * count for tail, count in zip(layout.tails, tails, strict=True))
+    padding = (blocks + tail_pages + slots) * layout.page_bytes - sum(row.nbytes for row in rows)
     rows += [MemoryRow(PADDING, padding), MemoryRow(CHECKPOINTS, checkpoints * layout.page_bytes)]
-    return Prediction(tuple(rows), blocks, slots, checkpoints, layout.page_bytes)
+    return Prediction(tuple(rows), blocks, slots, checkpoints, layout.page_bytes, tail_pages)

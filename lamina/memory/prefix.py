@@ -9,24 +9,16 @@ p // block_tokens and is found by its tail, the p mod block_tokens tokens after 
                `- checkpoint, tail of 0 tokens
 """
 
-import hashlib
-import heapq
-import itertools
-import json
-import sys
-from array import array
-from bisect import bisect_left, insort
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from lamina.base.errors import ConfigError
 from lamina.memory.arena import Arena
+from lamina.memory.edges import Edges, common_tokens, with_edge, without_edge
+from lamina.memory.eviction import EvictionQueue
 from lamina.memory.layout import Layout
-
-TOKEN_BYTES = 4
-KEY_BYTES = 16
+from lamina.memory.tokens import TOKEN_BYTES, Prompt, block_key, root_key
 
 #: reasons a lookup can give
 FULL_HIT = "full hit"
@@ -37,33 +29,16 @@ NO_CHECKPOINT = "no checkpoint"
 PROMPT_LOGPROBS = "prompt log-probs wanted"
 
 #: how many evicted blocks, and nodes with evicted checkpoints, are remembered to explain later misses
-REMEMBERED = 4096
+REMEMBERED = 8192
 REMEMBERED_PER_NODE = 8
+#: replays start at multiples of this many tokens, where the bits of a prefill do not depend on the cut
+REPLAY_ALIGNMENT = 128
+#: a checkpoint that so many went on from stays useful beside a later one
+_JUNCTION_USES = 2
+_NO_CHECKPOINTS: dict[int, dict[bytes, "Checkpoint"]] = {}
 
-
-def checked_ids(tokens: Sequence[int], name: str = "tokens") -> list[int]:
-    """The token ids as a list of int. Raises ConfigError naming `name` for anything but whole numbers in [0, 2**31)."""
-    try:
-        ids = array("i", list(tokens)).tolist()
-    except (OverflowError, TypeError) as error:
-        raise ConfigError(name, type(tokens).__name__, "token ids, whole numbers from 0 to 2147483647") from error
-    if ids and min(ids) < 0:
-        raise ConfigError(name, min(ids), "token ids, whole numbers from 0 to 2147483647")
-    return ids
-
-
-def encode(tokens: Sequence[int]) -> bytes:
-    """Checked token ids as little-endian int32."""
-    ids = array("i", tokens)
-    assert ids.itemsize == TOKEN_BYTES
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
-
-
-def block_key(parent: bytes, block: bytes) -> bytes:
-    """The 128-bit key of a block below `parent`."""
-    return hashlib.blake2b(block, digest_size=KEY_BYTES, key=parent).digest()
+#: pages of the blocks of one large window, by block number
+TailPages = dict[int, tuple[int, ...]]
 
 
 class Node:
@@ -71,37 +46,36 @@ class Node:
 
     tokens  the block, encoded.   page  its page; None for a root and in models without logs.
     pins    leases whose published path ends here; everything above a pinned node is safe, as it has a child.
-    edges   sorted token bytes of all children and checkpoint tails: neighbours share the longest prefix.
+    edges   sorted token bytes of all children and checkpoint tails.
+    stamp   when it was last used; of a node with something below it, when that was last known.   uses  hits that went through.
+    density tokens it saves a page.   queued  see EvictionQueue.
     """
 
     __slots__ = (
-        "checkpoints",
-        "children",
-        "depth",
-        "edges",
-        "key",
-        "page",
-        "parent",
-        "pins",
-        "queued",
-        "resident",
-        "stamp",
-        "tokens",
-    )
+        "checkpoints", "children", "density", "depth", "edges", "key", "page", "parent", "pins", "queued", "resident", "stamp",
+        "tokens", "uses",
+    )  # fmt: skip
 
-    def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None) -> None:
+    def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None, density: float) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
         self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children = 0
-        self.checkpoints: dict[int, dict[bytes, Checkpoint]] = {}  # by tail length in tokens, then by tail
-        self.edges: list[bytes] = []
+        self.checkpoints = _NO_CHECKPOINTS  # by tail length in tokens, then by tail; a dict of its own once there is one
+        self.edges: Edges = ()
         self.pins = 0
         self.stamp = 0
-        self.queued = False
+        self.uses = 0
+        self.density = density
+        self.queued = -1
         self.resident = True
+
+    @property
+    def role(self) -> int:
+        """A block, to the eviction queue."""
+        return 0
 
     @property
     def evictable(self) -> bool:
@@ -114,32 +88,58 @@ class Checkpoint:
 
     tail       tokens after the node, encoded; unknown (empty) while pending.
     pages      pages of the frozen slot.   open_page  the page of the open block, None where position is a block border.
+    tails      the live blocks of each large window, shared by reference.
     state      "pending" (ordered, its tokens not yet accepted), "resident" (can be hit), "gone".
-    pins       > 0 while a lookup's result is being used: not to be evicted.
+    pins       > 0 while a lookup's result is being used, or a mover reads it: not to be evicted.
     was_read   an order that reads it has been given, so the order that writes it must stay.
+    saves      tokens that would be recomputed without it.   carries  pages of blocks that are of no use without it.
+    is_superseded  a later one on its path has taken its place.
     """
 
-    __slots__ = ("node", "open_page", "pages", "pins", "position", "queued", "stamp", "state", "tail", "was_read")
+    __slots__ = (
+        "carries", "is_superseded", "node", "open_page", "pages", "pins", "position", "queued", "saves", "stamp", "state",
+        "tail", "tails", "uses", "was_read",
+    )  # fmt: skip
 
-    def __init__(self, position: int, pages: tuple[int, ...], open_page: int | None, stamp: int) -> None:
+    def __init__(
+        self, position: int, pages: tuple[int, ...], open_page: int | None, tails: tuple[TailPages, ...], stamp: int
+    ) -> None:
         self.position = position
         self.pages = pages
         self.open_page = open_page
+        self.tails = tails
         self.stamp = stamp
         self.tail = b""
         self.node: Node | None = None
         self.state = "pending"
         self.pins = 0
-        self.queued = False
+        self.queued = -1
         self.was_read = False
+        self.uses = 0
+        self.saves = position
+        self.carries = 0
+        self.is_superseded = False
+
+    @property
+    def role(self) -> int:
+        """A checkpoint, to the eviction queue, or one that has been replaced."""
+        return 2 if self.is_superseded else 1
 
     @property
     def evictable(self) -> bool:
         """Whether nobody is using it right now."""
         return self.state != "gone" and not self.pins
 
+    @property
+    def shared_pages(self) -> list[int]:
+        """Pages that it refers to and others may too: the open block's, and those of the large windows."""
+        found = [page for blocks in self.tails for pages in blocks.values() for page in pages]
+        return found if self.open_page is None else [self.open_page, *found]
 
-_Evictable: TypeAlias = Node | Checkpoint
+    @property
+    def density(self) -> float:
+        """Tokens that one of its pages saves."""
+        return self.saves / max(1, len(self.pages) + len(self.shared_pages) + self.carries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +147,37 @@ class Hit:
     """What a lookup found.
 
     position    tokens that need not be computed.   resident  full blocks of these tokens that are in the index.
+    log_tokens  tokens whose log need not be written: those of the resident blocks that the hit stands on, or `position` if more.
+    replayed    whether the request starts with an empty slot, some way before log_tokens, and rebuilds it from there.
     differs_at  tokens that are known: position of the first one that differs from everything stored on the path.
+    seen_before differs_at, or if no replay is possible also tokens that were stored once, not long ago.
     reason      why position is not larger: one of the texts above; evicted_at and evicted_for belong to "evicted".
     """
 
     position: int
     resident: int
+    log_tokens: int
+    replayed: bool
     differs_at: int
     reason: str
     evicted_at: int | None = None
     evicted_for: str = ""
+    replay_tokens: float = 0
+    seen_before: int = 0
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
     node: Node | None = field(default=None, repr=False, compare=False)
 
     @property
     def why(self) -> str:
         """The reason as a sentence with its numbers."""
+        near = "" if math.isinf(self.replay_tokens) else f" within {self.replay_tokens:.0f} tokens (the replay distance)"
         tail = {
             DIFFERS: f" at position {self.differs_at}",
             EVICTED: f" at step {self.evicted_at} for {self.evicted_for or 'a request without a name'}",
-            NO_CHECKPOINT: f" after position {self.position}, though the tokens are known up to {self.differs_at}",
+            NO_CHECKPOINT: f"{near} after position {self.position}, though the tokens are known up to {self.differs_at}",
         }
-        return f"{self.position} tokens reused: {self.reason}{tail.get(self.reason, '')}"
+        rebuilt = f" ({self.log_tokens - self.position} more only to rebuild the state)" if self.replayed else ""
+        return f"{self.position} tokens reused{rebuilt}: {self.reason}{tail.get(self.reason, '')}"
 
 
 class PrefixIndex:
@@ -180,11 +189,12 @@ class PrefixIndex:
         self.model_id = model_id
         self.num_checkpoint_pages = 0  # of pending and resident checkpoints, open blocks not counted
         self.evictions = 0
+        self.num_pinned_checkpoint_pages = 0  # of these, the ones that movers or a lookup hold
         self._block_bytes = layout.block_tokens * TOKEN_BYTES
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
-        self._heap: list[tuple[int, int, _Evictable]] = []
-        self._order = itertools.count()
+        self._queue = EvictionQueue()
+        self._dense_from = self._first_useful_depth()
         self._gone_blocks: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
         self._gone_checkpoints: OrderedDict[bytes, list[tuple[bytes, int, str]]] = OrderedDict()
 
@@ -203,55 +213,97 @@ class PrefixIndex:
 
     # -- lookup
 
-    def root(self, salt: str) -> Node:
-        """The root of a cache_salt; a new one that is kept only once it is pinned or has something below it."""
-        text = json.dumps([self.model_id, self.layout.layout_id, salt])
-        key = hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
-        return self._roots.get(key) or Node(None, key, b"", None)
+    def prompt(self, tokens: Sequence[int], salt: str) -> Prompt:
+        """The tokens, checked, with their keys. Raises ConfigError."""
+        return Prompt(tokens, salt, root_key(self.model_id, self.layout.layout_id, salt), self.layout.block_tokens)
 
-    def child(self, node: Node, block: bytes) -> Node | None:
-        """The resident node of `block` below `node`, its tokens compared."""
-        found = self._nodes.get(block_key(node.key, block))
+    def root(self, prompt: Prompt) -> Node:
+        """The root of a prompt's cache_salt; a new one that is kept only once it is pinned or has something below it."""
+        key = prompt.key(0)
+        return self._roots.get(key) or Node(None, key, b"", None, 0.0)
+
+    def child(self, node: Node, block: bytes, key: bytes | None = None) -> Node | None:
+        """The resident node of `block` below `node`, its tokens compared. `key` saves computing it."""
+        found = self._nodes.get(key or block_key(node.key, block))
         return found if found is not None and found.parent is node and found.tokens == block else None
+
+    def path_pages(self, node: Node) -> list[int]:
+        """Pages of the blocks from the root down to `node`."""
+        pages: list[int] = []
+        step: Node | None = node
+        while step is not None:
+            if step.page is not None:
+                pages.append(step.page)
+            step = step.parent
+        return pages[::-1]
 
     def find(self, node: Node, tail: bytes) -> Checkpoint | None:
         """The checkpoint that hangs on `node` with exactly this tail."""
         return node.checkpoints.get(len(tail) // TOKEN_BYTES, {}).get(tail)
 
-    def longest(self, tokens: bytes, salt: str, limit: int, min_gain: int) -> Hit:
-        """The deepest point of these (encoded) tokens, at most `limit`, that can be restored. Changes nothing.
+    def longest(self, prompt: Prompt, limit: int, min_gain: int) -> Hit:
+        """The deepest point of this prompt, at most `limit`, that can be restored. Changes nothing.
 
         min_gain  where fewer tokens than this are known past the hit, a missing checkpoint is not blamed for it.
         """
-        size = self._block_bytes
-        node = self.root(salt)
-        while (node.depth + 1) * size <= len(tokens):
-            below = self.child(node, tokens[node.depth * size : (node.depth + 1) * size])
+        size, tokens = self.layout.block_tokens, prompt.data
+        node = self.root(prompt)
+        for depth in range(1, prompt.num_blocks + 1):
+            below = self.child(node, prompt.block(depth - 1), prompt.key(depth))
             if below is None:
                 break
             node = below
-        open_block = tokens[node.depth * size : (node.depth + 1) * size]
-        common, leaves = _common_tokens(open_block, node.edges)
-        differs_at = node.depth * self.layout.block_tokens + common
-        tip, found = self._restorable(tokens, node, limit)
-        position = found.position if found is not None else tip.depth * self.layout.block_tokens
+        common, leaves = common_tokens(prompt.block(node.depth), node.edges)
+        differs_at = node.depth * size + common
+        tip = node
+        while tip.depth * size > limit:
+            assert tip.parent is not None
+            tip = tip.parent
+        position, found, replayed = tip.depth * size, None, False
+        if self.layout.has_state:
+            found = self._deepest_checkpoint(tokens, node, limit)
+            position = 0 if found is None else found.position
+            start = self._replay_start(tip.depth * size)
+            if start > position:
+                position, found, replayed = start, None, True
+        log_tokens = max(position, tip.depth * size)
         reason, when, whom = self._why(tokens, node, position, limit, differs_at, leaves, min_gain)
-        return Hit(position, node.depth, differs_at, reason, when, whom, found, tip)
+        return Hit(
+            position, node.depth, log_tokens, replayed, differs_at, reason, when, whom, self.layout.replay,
+            self._seen_before(prompt, node, differs_at), found, tip,
+        )  # fmt: skip
 
-    def _restorable(self, tokens: bytes, node: Node, limit: int) -> tuple[Node, Checkpoint | None]:
-        """From the deepest resident node upwards: the first node, and its checkpoint, whose position is at most `limit`."""
-        while True:
-            start = node.depth * self.layout.block_tokens
-            if not self.layout.slot_pages and start <= limit:  # nothing but logs: every resident block will do
-                return node, None
-            for length in sorted(node.checkpoints, reverse=True):
+    def _seen_before(self, prompt: Prompt, node: Node, differs_at: int) -> int:
+        """How far these tokens go along blocks that have been evicted, where a path is of no use without a checkpoint on it."""
+        if math.isfinite(self.layout.replay):
+            return differs_at
+        depth = node.depth
+        while depth < prompt.num_blocks and prompt.key(depth + 1) in self._gone_blocks:
+            depth += 1
+        return max(differs_at, depth * self.layout.block_tokens)
+
+    def _deepest_checkpoint(self, tokens: bytes, node: Node, limit: int) -> Checkpoint | None:
+        """The deepest one on the path to `node`, or in the open block after it, whose position is at most `limit`."""
+        step: Node | None = node
+        while step is not None:
+            start = step.depth * self.layout.block_tokens
+            for length in sorted(step.checkpoints, reverse=True):
                 if start + length <= limit:
-                    found = self.find(node, tokens[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES])
+                    found = self.find(step, tokens[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES])
                     if found is not None:
-                        return node, found
-            if node.parent is None:
-                return node, None
-            node = node.parent
+                        return found
+            step = step.parent
+        return None
+
+    def _replay_start(self, log_tokens: int) -> int:
+        """Where an empty slot must start so that all is exact at `log_tokens`; 0 if that is the beginning.
+
+        One token more than the memories need, for the final hidden vector of the token before `log_tokens`.
+        """
+        if math.isinf(self.layout.replay):
+            return 0
+        step = min(REPLAY_ALIGNMENT, self.layout.block_tokens)
+        return max(0, int(log_tokens - self.layout.replay) - 1) // step * step
 
     def _why(
         self, tokens: bytes, node: Node, position: int, limit: int, differs_at: int, leaves: bool, min_gain: int
@@ -260,13 +312,13 @@ class PrefixIndex:
 
         node    the deepest resident one.   leaves  whether something stored goes on differently at differs_at.
         """
-        possible = limit if self.layout.slot_pages else limit - limit % self.layout.block_tokens
+        possible = limit if self.layout.has_state else limit - limit % self.layout.block_tokens
         if position >= possible:
             return FULL_HIT, None, ""
         evicted = self._evicted(tokens, node, position, possible)
         if evicted is not None:
             return EVICTED, *evicted
-        if differs_at > position and self.layout.slot_pages and differs_at >= min(position + min_gain, possible):
+        if differs_at > position and self.layout.has_state and differs_at >= min(position + min_gain, possible):
             return NO_CHECKPOINT, None, ""
         if leaves and differs_at:
             return DIFFERS, None, ""
@@ -304,47 +356,74 @@ class PrefixIndex:
         node.stamp = max(node.stamp, now)
         self._offer(node)
 
-    def publish(self, parent: Node, block: bytes, page: int | None, now: int) -> tuple[Node | None, bool]:
-        """The node of a block that has filled, and whether it is new (it then holds `page`).
+    def use(self, node: Node, now: int) -> None:
+        """A hit went through `node`: it and everything above were of use."""
+        step, learned = node, self._queue.learned
+        while step.parent is not None:
+            uses, stamp, last, count = step.uses, step.stamp, step, 0
+            while step.parent is not None and step.uses == uses and step.stamp == stamp:
+                last, step, count = step, step.parent, count + 1
+            learned.used(last, now, count)
+        step = node
+        while step.parent is not None:
+            step.uses += 1
+            step.stamp = now
+            step = step.parent
+
+    def publish(
+        self, parent: Node, block: bytes, page: int | None, now: int, key: bytes | None = None
+    ) -> tuple[Node | None, bool]:
+        """The node of a block that has filled, and whether it is new (it then holds `page`). `key` saves computing it.
 
         None where another block has the same key: the caller then stops publishing.
         """
         assert len(block) == self._block_bytes
-        key = block_key(parent.key, block)
+        key = key or block_key(parent.key, block)
         if key in self._nodes:
-            return self.child(parent, block), False
-        node = Node(parent, key, block, page)
+            return self.child(parent, block, key), False
+        density = self.layout.block_tokens if parent.depth + 1 >= self._dense_from else 0.0
+        node = Node(parent, key, block, page, density)
         node.stamp = now
+        node.uses = self._queue.learned.back(key, now)
         self._nodes[key] = node
         parent.children += 1
-        insort(parent.edges, block)
+        parent.edges = with_edge(parent.edges, block)
         if page is not None:
             self.arena.ref_cache(page)
         self._gone_blocks.pop(key, None)
-        self._offer(node)
         return node, True
+
+    def _first_useful_depth(self) -> float:
+        """Blocks from this depth on save their tokens even if nothing but logs is left of their path."""
+        if not self.layout.has_state:
+            return 0
+        return math.inf if math.isinf(self.layout.replay) else (self.layout.replay + 1) // self.layout.block_tokens + 1
 
     def share_page(self, parent: Node, block: bytes, page: int) -> None:
         """Lets the checkpoints inside a block that is now published use its page instead of copies of their own."""
+        if not parent.checkpoints:
+            return
         for length, tails in parent.checkpoints.items():
             found = tails.get(block[: length * TOKEN_BYTES])
             if found is not None:
                 self.move_open_page(found, page)
 
     def move_open_page(self, checkpoint: Checkpoint, page: int) -> None:
-        """Exchanges the open block page for one with the same bytes."""
-        if checkpoint.open_page is not None and checkpoint.open_page != page:
+        """Exchanges the open block page for one with the same bytes, unless someone is reading it."""
+        if checkpoint.open_page is not None and checkpoint.open_page != page and not checkpoint.pins:
             self.arena.ref_cache(page)
             self.arena.unref_cache(checkpoint.open_page)
             checkpoint.open_page = page
 
     # -- checkpoints
 
-    def add_pending(self, position: int, pages: tuple[int, ...], open_page: int | None, now: int) -> Checkpoint:
-        """A checkpoint that cannot be hit yet. The caller has taken `pages` for the cache; the open page is referenced here."""
-        checkpoint = Checkpoint(position, pages, open_page, now)
-        if open_page is not None:
-            self.arena.ref_cache(open_page)
+    def add_pending(
+        self, position: int, pages: tuple[int, ...], open_page: int | None, now: int, tails: tuple[TailPages, ...] = ()
+    ) -> Checkpoint:
+        """A checkpoint that cannot be hit yet. The caller has taken `pages` for the cache; the others are referenced here."""
+        checkpoint = Checkpoint(position, pages, open_page, tails, now)
+        for page in checkpoint.shared_pages:
+            self.arena.ref_cache(page)
         self.num_checkpoint_pages += len(pages)
         self._offer(checkpoint)
         return checkpoint
@@ -354,23 +433,58 @@ class PrefixIndex:
         assert checkpoint.state == "pending" and self.find(node, tail) is None
         assert checkpoint.position == node.depth * self.layout.block_tokens + len(tail) // TOKEN_BYTES
         checkpoint.state, checkpoint.node, checkpoint.tail = "resident", node, tail
+        checkpoint.uses = max(checkpoint.uses, self._queue.learned.back((node.key, tail), checkpoint.stamp))
+        self._supersede(checkpoint, node)
+        if not node.checkpoints:
+            node.checkpoints = {}
         node.checkpoints.setdefault(len(tail) // TOKEN_BYTES, {})[tail] = checkpoint
         if tail:
-            insort(node.edges, tail)
+            node.edges = with_edge(node.edges, tail)
         gone = self._gone_checkpoints.get(node.key)
         if gone is not None:
             gone[:] = [entry for entry in gone if entry[0] != tail]
 
+    def _supersede(self, checkpoint: Checkpoint, node: Node) -> None:
+        """Says what a new checkpoint saves over the ones before it on its path, and that the last of these is replaced.
+
+        That one counts no longer, unless several requests went on from it.
+        """
+        before = self._before(checkpoint, node, 0)
+        base = before
+        while base is not None and base.uses < _JUNCTION_USES:
+            assert base.node is not None
+            base = self._before(base, base.node, 0)
+        start = 0 if base is None else base.position
+        checkpoint.saves = int(min(checkpoint.position - start, self.layout.replay))
+        if math.isinf(self.layout.replay) and self.layout.has_logs:
+            checkpoint.carries = node.depth - start // self.layout.block_tokens
+        if before is not None:
+            before.is_superseded = True
+            if before.queued >= 0:
+                self._queue.offer(before)
+        if checkpoint.queued >= 0:
+            self._queue.offer(checkpoint)
+
+    def _before(self, checkpoint: Checkpoint, node: Node, least: float) -> Checkpoint | None:
+        """The deepest checkpoint on the path before this one, not before position `least`."""
+        size, tokens = self.layout.block_tokens, checkpoint.tail
+        step: Node | None = node
+        while step is not None and (step.depth + 1) * size > least:
+            for length in sorted(step.checkpoints, reverse=True):
+                found = self.find(step, tokens[: length * TOKEN_BYTES])
+                if found is not None and found is not checkpoint:
+                    return found
+            tokens, step = step.tokens, step.parent
+        return None
+
     def discard(self, checkpoint: Checkpoint) -> None:
         """Drops a checkpoint and its references, pending or resident."""
-        pages, open_page = self.take_over(checkpoint)
-        for page in pages:
+        self.take_over(checkpoint)
+        for page in (*checkpoint.pages, *checkpoint.shared_pages):
             self.arena.unref_cache(page)
-        if open_page is not None:
-            self.arena.unref_cache(open_page)
 
-    def take_over(self, checkpoint: Checkpoint) -> tuple[tuple[int, ...], int | None]:
-        """Removes a checkpoint and hands its references (pages, open page) to the caller."""
+    def take_over(self, checkpoint: Checkpoint) -> None:
+        """Removes a checkpoint and leaves its references to the caller."""
         assert checkpoint.state != "gone", "a checkpoint is dropped twice"
         node, tail = checkpoint.node, checkpoint.tail
         if node is not None:
@@ -379,32 +493,43 @@ class PrefixIndex:
             if not tails:
                 del node.checkpoints[len(tail) // TOKEN_BYTES]
             if tail:
-                del node.edges[bisect_left(node.edges, tail)]
+                node.edges = without_edge(node.edges, tail)
             node.stamp = max(node.stamp, checkpoint.stamp)
             self._offer(node)
         checkpoint.state, checkpoint.node = "gone", None
         self.num_checkpoint_pages -= len(checkpoint.pages)
-        return checkpoint.pages, checkpoint.open_page
+        if checkpoint.pins:
+            self.num_pinned_checkpoint_pages -= len(checkpoint.pages)
 
     def pin_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Its pages are held like a lease's until it is unpinned."""
+        if not checkpoint.pins:
+            self.num_pinned_checkpoint_pages += len(checkpoint.pages)
         checkpoint.pins += 1
-        for page in self._pages_of(checkpoint):
+        for page in (*checkpoint.pages, *checkpoint.shared_pages):
             self.arena.ref_lease(page)
 
     def unpin_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
         """Ends a pin; the checkpoint counts as used now."""
         assert checkpoint.pins > 0, "a checkpoint is unpinned that nobody pinned"
         checkpoint.pins -= 1
+        if not checkpoint.pins:
+            self.num_pinned_checkpoint_pages -= len(checkpoint.pages)
         checkpoint.stamp = max(checkpoint.stamp, now)
-        for page in self._pages_of(checkpoint):
+        for page in (*checkpoint.pages, *checkpoint.shared_pages):
             self.arena.unref_lease(page)
         self._offer(checkpoint)
+
+    def use_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
+        """A request goes on from it."""
+        self._queue.learned.used(checkpoint, now)
+        checkpoint.uses += 1
+        checkpoint.stamp = now
 
     # -- eviction
 
     def make_free(self, num_pages: int, now: int, whom: str) -> None:
-        """Evicts, least recently used and leaves first, until that many pages are free; they must be free or evictable."""
+        """Evicts, leaves first and cheapest first, until that many pages are free; they must be free or evictable."""
         while self.arena.free < num_pages:
             assert self._evict_one(now, whom), "I1: pages count as evictable that cannot be evicted"
 
@@ -414,31 +539,27 @@ class PrefixIndex:
             pass
 
     def _evict_one(self, now: int, whom: str) -> bool:
-        while self._heap:
-            stamp, _, item = heapq.heappop(self._heap)
-            item.queued = False
-            if not item.evictable:
-                continue  # offered again when it becomes evictable
-            if item.stamp > stamp:
-                self._offer(item)  # used since it was queued
-                continue
-            if isinstance(item, Node):
-                self._evict_node(item, now, whom)
-            else:
-                if item.node is not None:
-                    self._remember_checkpoint(item.node.key, item.tail, now, whom)
-                self.discard(item)
-            self.evictions += 1
-            return True
-        return False
+        item = self._queue.pop(now)
+        if item is None:
+            return False
+        if isinstance(item, Node):
+            self._evict_node(item, now, whom)
+        elif isinstance(item, Checkpoint):
+            if item.node is not None:
+                self._remember_checkpoint(item.node.key, item.tail, now, whom)
+                self._queue.learned.gone((item.node.key, item.tail), item, now)
+            self.discard(item)
+        self.evictions += 1
+        return True
 
     def _evict_node(self, node: Node, now: int, whom: str) -> None:
         parent = node.parent
         assert parent is not None
         del self._nodes[node.key]
+        self._queue.learned.gone(node.key, node, now)
         node.resident = False
         parent.children -= 1
-        del parent.edges[bisect_left(parent.edges, node.tokens)]
+        parent.edges = without_edge(parent.edges, node.tokens)
         parent.stamp = max(parent.stamp, node.stamp)
         if node.page is not None:
             self.arena.unref_cache(node.page)
@@ -455,34 +576,10 @@ class PrefixIndex:
         if len(self._gone_checkpoints) > REMEMBERED:
             self._gone_checkpoints.popitem(last=False)
 
-    def _offer(self, item: _Evictable) -> None:
+    def _offer(self, item: Node | Checkpoint) -> None:
         """Queues what may now be evicted, once; a root that is empty is forgotten."""
         if isinstance(item, Node) and item.parent is None:
             if not (item.pins or item.children or item.checkpoints):
                 self._roots.pop(item.key, None)
-        elif item.evictable and not item.queued:
-            item.queued = True
-            heapq.heappush(self._heap, (item.stamp, next(self._order), item))
-
-    def _pages_of(self, checkpoint: Checkpoint) -> tuple[int, ...]:
-        return checkpoint.pages if checkpoint.open_page is None else (*checkpoint.pages, checkpoint.open_page)
-
-
-def _common_tokens(block: bytes, edges: Sequence[bytes]) -> tuple[int, bool]:
-    """Tokens that `block` shares with the closest of the sorted edges, and whether one of these goes on after them."""
-    at = bisect_left(edges, block)
-    found = [(_common_prefix(block, edge), len(edge) // TOKEN_BYTES) for edge in edges[max(at - 1, 0) : at + 1]]
-    longest = max((common for common, _ in found), default=0)
-    return longest, any(common == longest < length for common, length in found)
-
-
-def _common_prefix(one: bytes, other: bytes) -> int:
-    """Leading tokens that are equal, by bisection."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * TOKEN_BYTES] == other[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        elif item.queued < 0 and item.evictable:
+            self._queue.offer(item)

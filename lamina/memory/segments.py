@@ -1,7 +1,7 @@
 """What must move when a request moves: to another process, to the host or to disk. The same list for all three.
 
-The wire holds the live bytes of a position and nothing else, field by field: first the blocks in order, then the slot,
-rows oldest first. Page ids never travel; both sides look them up in their own block table and slot.
+The wire holds the live bytes of a position and nothing else, field by field: first the blocks in order, then the blocks of
+large windows, then the slot, rows oldest first. Page ids never travel; both sides look them up in their own tables.
 
     wire | block 0: c4 rows | index rows | ... | block 1: ... | slot: window rows, oldest first | fold | ... | hidden |
 """
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 from lamina.memory.layout import Layout, Span
 
-#: read(block, page, offset, num_bytes) -> bytes; block is the block number, or None for page number `page` of the slot
-Read = Callable[[int | None, int, int, int], bytes]
-#: write(block, page, offset, data); as above
-Write = Callable[[int | None, int, int, bytes], None]
+#: read(segment, offset, num_bytes) -> bytes, from byte `offset` of the page that the segment lies in
+Read = Callable[["Segment", int, int], bytes]
+#: write(segment, offset, data); as above
+Write = Callable[["Segment", int, bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Live rows of one field of one memory of one layer.
 
-    block        block number in the request's block table, or None for the slot.
-    page         number of the page within the slot; 0 for a block.   offset  of row 0 of the field in that page, bytes.
+    block        block number in the request's block table, or in that of large window number `tail`; None for the slot.
+    page         number of the page within the slot or the window's block; 0 for a block.
+    offset       of row 0 of the field in that page, bytes.
     rows         (first row, count) ranges, oldest first.   row_bytes  bytes of one row.
     wire_offset  where the rows begin in the message, bytes.   nbytes  how many there are.
     """
@@ -37,6 +38,7 @@ class Segment:
     rows: tuple[tuple[int, int], ...]
     wire_offset: int
     nbytes: int
+    tail: int | None = None
 
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -53,18 +55,23 @@ def segments(layout: Layout, position: int, frozen: bool = False, first_block: i
     found: list[Segment] = []
     wire = 0
 
-    def add(span: Span, block: int | None, rows: tuple[tuple[int, int], ...]) -> None:
+    def add(span: Span, block: int | None, rows: tuple[tuple[int, int], ...], tail: int | None = None) -> None:
         nonlocal wire
         size = sum(count for _, count in rows) * span.row_bytes
         if size:
-            found.append(
-                Segment(span.layer, span.memory, span.field.name, block, span.page, span.offset, span.row_bytes, rows, wire, size)
-            )
+            where = (block, span.page, span.offset, span.row_bytes)
+            found.append(Segment(span.layer, span.memory, span.field.name, *where, rows, wire, size, tail))
             wire += size
 
     for block in range(first_block, layout.blocks_for(position) if layout.has_logs else 0):
         for span, count in zip(layout.block_spans, layout.block_live(block, position), strict=True):
             add(span, block, ((0, count),))
+    for number, tail in enumerate(layout.tails):
+        for first, stop in tail.live_blocks(position):
+            for block in range(first, stop):
+                rows = tail.live_rows(block, position)
+                for span in tail.spans:
+                    add(span, block, rows, number)
     if frozen:
         for span in layout.checkpoint_spans(position):
             add(span, None, ((0, span.rows),))
@@ -81,7 +88,7 @@ def wire_bytes(parts: Sequence[Segment]) -> int:
 
 def pack(read: Read, parts: Sequence[Segment]) -> bytes:
     """The message: the bytes of all segments, in order."""
-    return b"".join(read(part.block, part.page, offset, size) for part in parts for offset, size in part.pieces)
+    return b"".join(read(part, offset, size) for part in parts for offset, size in part.pieces)
 
 
 def unpack(write: Write, parts: Sequence[Segment], message: bytes) -> None:
@@ -91,5 +98,5 @@ def unpack(write: Write, parts: Sequence[Segment], message: bytes) -> None:
     at = 0
     for part in parts:
         for offset, size in part.pieces:
-            write(part.block, part.page, offset, message[at : at + size])
+            write(part, offset, message[at : at + size])
             at += size

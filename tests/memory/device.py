@@ -10,8 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from lamina.memory.kinds import Window
+from lamina.memory.kinds import Fold, Memory, Window
 from lamina.memory.layout import Layout, Span
+from lamina.memory.lease import Lease
 from lamina.memory.orders import CopyPage, Order, SaveSlot
 
 FREE, UNUSED = 0xDD, 0xEE
@@ -35,11 +36,15 @@ class Device:
     def __init__(self, layout: Layout, num_pages: int) -> None:
         self.layout = layout
         self.pages = np.full((num_pages, layout.page_bytes), FREE, np.uint8)  # [P, page bytes]
-        memories = [(memory, part) for memory in layout.memories for part in memory.slot_parts(layout.draft_tokens)]
-        self.windows = [memory if isinstance(memory, Window) else None for memory, _ in memories] + [None] * (
-            layout.hidden is not None
-        )
-        self.strides = [memory.log_stride for memory in layout.memories for _ in memory.block_parts(layout.block_tokens)]
+        of = {(memory.layer, memory.name): memory for memory in layout.memories}
+        self.slot_memories: list[Memory | None] = [of.get((span.layer, span.memory)) for span in layout.slot_spans]
+        self.windows = [memory if isinstance(memory, Window) else None for memory in self.slot_memories]
+        self.strides = [of[span.layer, span.memory].log_stride for span in layout.block_spans]
+        #: a token's row in layer l is right from so many tokens after an empty start
+        self.below = {
+            layer: sum(m.size - 1 for m in layout.memories if isinstance(m, Window) and m.layer < layer)
+            for layer in range(max((span.layer for span in layout.slot_spans), default=0) + 1)
+        }
 
     def row(self, page: int, span: Span, row: int) -> np.ndarray:
         """The bytes of one row, writable."""
@@ -57,19 +62,40 @@ class Device:
     # -- what a step does
 
     def compute(
-        self, salt: str, tokens: Sequence[int], start: int, stop: int, blocks: Sequence[int], slot: Sequence[int]
-    ) -> None:
-        """Tokens [start, stop) of a request: finished entries into its blocks, rings and states into its slot."""
+        self, salt: str, tokens: Sequence[int], start: int, stop: int, blocks: Sequence[int], slot: Sequence[int],
+        lease: Lease | None = None,
+    ) -> None:  # fmt: skip
+        """Tokens [start, stop) of a request: finished entries into its blocks, rings and states into its slot.
+
+        lease  says what need not be written, what has not been there before, and where the large windows are.
+        """
         size = self.layout.block_tokens
+        write_from, valid_from = (lease.write_from, lease.valid_from) if lease is not None else (0, 0)
         for position in range(start, stop):
             seen = position + 1
             digest = prefix_digest(salt, tuple(tokens[:seen]))
             for span, stride in zip(self.layout.block_spans, self.strides, strict=True):
-                if seen % stride == 0:
+                if seen % stride == 0 and seen > write_from:
                     entry = seen // stride - 1
                     self.put(blocks[entry * stride // size], span, entry % (size // stride), digest)
-            for span, window in zip(self.layout.slot_spans, self.windows, strict=True):
-                self.put(slot[span.page], span, 0 if window is None else position % window.size, digest)
+            for span, memory in zip(self.layout.slot_spans, self.slot_memories, strict=True):
+                row = position % memory.size + memory.keep_first if isinstance(memory, Window) else 0
+                if isinstance(memory, Window) and position < memory.keep_first:
+                    row = position
+                self.put(slot[span.page], span, row, self.seen_by(memory, span.layer, seen, valid_from, digest))
+            for group, tail in enumerate(self.layout.tails):
+                pages = lease.tails[group].get(position // tail.tokens) if lease is not None else None
+                for span in tail.spans if pages is not None else ():
+                    found = self.seen_by(tail.windows[0], span.layer, seen, valid_from, digest)
+                    self.put(pages[span.page], span, position % tail.tokens, found)
+
+    def seen_by(self, memory: Memory | None, layer: int, seen: int, valid_from: int, digest: bytes) -> bytes:
+        """The digest of the row that the token before `seen` leaves: a wrong one while an empty start still shows."""
+        first = seen - 1
+        if isinstance(memory, Fold):
+            first = first // memory.period * memory.period - (memory.period if memory.carry else 0)
+        is_right = not valid_from or first >= valid_from + self.below.get(layer, 0)
+        return digest if is_right else b"wrong" + digest
 
     def check_log(self, salt: str, tokens: Sequence[int], position: int, blocks: Sequence[int]) -> None:
         """I9: every entry below `position` has its right bytes."""
@@ -81,18 +107,35 @@ class Device:
                 assert self.has(page, span, entry % (size // stride), digest), f"I9: entry {entry} of {span.memory}, page {page}"
 
     def check_slot(self, salt: str, tokens: Sequence[int], position: int, pages: Sequence[int], frozen: bool) -> None:
-        """I9: the live part of a slot, or of a checkpoint, has its right bytes."""
+        """I8, I9: the live part of a slot, or of a checkpoint, has its right bytes."""
         live = self.layout.slot_live(position)
         spans = self.layout.checkpoint_spans(position) if frozen else self.layout.slot_spans
         for span, window, ranges in zip(spans, self.windows, live, strict=True):
             count = sum(length for _, length in ranges)
+            kept = min(window.keep_first, position) if window is not None else 0
             for index in range(count):
-                seen = position if window is None else position - count + index + 1
-                row = index if frozen else 0 if window is None else (seen - 1) % window.size
+                seen = position if window is None else index + 1 if index < kept else position - count + index + 1
+                row = index if frozen else 0 if window is None else self.ring_row(window, seen - 1)
                 digest = prefix_digest(salt, tuple(tokens[:seen]))
                 assert self.has(pages[span.page], span, row, digest), (
                     f"I9: {span.memory} row {row} at {position}, frozen {frozen}"
                 )
+
+    def ring_row(self, window: Window, position: int) -> int:
+        return position if position < window.keep_first else window.keep_first + position % window.size
+
+    def check_tails(self, salt: str, tokens: Sequence[int], position: int, tails: Sequence[dict[int, tuple[int, ...]]]) -> None:
+        """I9: the live rows of the large windows have their right bytes."""
+        for tail, blocks in zip(self.layout.tails, tails, strict=True):
+            for first, stop in tail.live_blocks(position):
+                for block in range(first, stop):
+                    for start, count in tail.live_rows(block, position):
+                        for row in range(start, start + count):
+                            digest = prefix_digest(salt, tuple(tokens[: block * tail.tokens + row + 1]))
+                            for span in tail.spans:
+                                assert self.has(blocks[block][span.page], span, row, digest), (
+                                    f"I9: {span.memory} row {row} of window block {block} at {position}"
+                                )
 
     # -- orders
 

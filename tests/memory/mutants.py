@@ -5,9 +5,15 @@ from collections.abc import Callable
 import pytest
 
 import lamina.memory.prefix as prefix
+import lamina.memory.tokens as tokens
 from lamina.memory.layout import Layout
-from lamina.memory.ledger import Lease, Ledger, Wait
-from lamina.memory.prefix import Checkpoint, Node, PrefixIndex, encode
+from lamina.memory.lease import Lease, Wait
+from lamina.memory.ledger import Ledger
+from lamina.memory.prefix import Checkpoint, Node, PrefixIndex, TailPages
+from lamina.memory.publisher import Publisher
+from lamina.memory.tails import Tail
+from lamina.memory.tokens import Prompt, encode
+from lamina.memory.windows import Windows
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Patch] = {}
@@ -22,7 +28,8 @@ def mutant(patch: Patch) -> Patch:
 @mutant
 def forgets_the_open_block_of_a_dropped_checkpoint(mp: pytest.MonkeyPatch) -> None:
     def discard(self: PrefixIndex, checkpoint: Checkpoint) -> None:
-        for page in self.take_over(checkpoint)[0]:
+        self.take_over(checkpoint)
+        for page in checkpoint.pages:
             self.arena.unref_cache(page)
 
     mp.setattr(PrefixIndex, "discard", discard)
@@ -42,15 +49,15 @@ def forgets_the_page_of_an_evicted_block(mp: pytest.MonkeyPatch) -> None:
 
 @mutant
 def publishes_one_token_early(mp: pytest.MonkeyPatch) -> None:
-    original = Ledger._publish
+    original = Publisher.publish
 
-    def publish(self: Ledger, lease: Lease) -> None:
+    def publish(self: Publisher, lease: Lease, now: int) -> None:
         early = lease.position > lease.committed and len(lease.tokens) > lease.committed
         lease.committed += early
-        original(self, lease)
+        original(self, lease, now)
         lease.committed -= early
 
-    mp.setattr(Ledger, "_publish", publish)
+    mp.setattr(Publisher, "publish", publish)
 
 
 @mutant
@@ -80,21 +87,26 @@ def hits_without_comparing_the_tail(mp: pytest.MonkeyPatch) -> None:
 
 @mutant
 def hits_the_shallowest_checkpoint(mp: pytest.MonkeyPatch) -> None:
-    original = PrefixIndex._restorable
+    original = PrefixIndex._deepest_checkpoint
 
-    def restorable(self: PrefixIndex, tokens: bytes, node: Node, limit: int) -> tuple[Node, Checkpoint | None]:
+    def shallower(self: PrefixIndex, tokens: bytes, node: Node, limit: int) -> Checkpoint | None:
         best = original(self, tokens, node, limit)
-        shallower = original(self, tokens, best[0], best[1].position - 1) if best[1] is not None else best
-        return shallower if shallower[1] is not None else best
+        less = original(self, tokens, node, best.position - 1) if best is not None else None
+        return less or best
 
-    mp.setattr(PrefixIndex, "_restorable", restorable)
+    mp.setattr(PrefixIndex, "_deepest_checkpoint", shallower)
 
 
 @mutant
 def believes_keys_without_comparing_tokens(mp: pytest.MonkeyPatch) -> None:
-    strong = prefix.block_key
-    mp.setattr(prefix, "block_key", lambda parent, block: strong(parent, block[:4] + bytes(len(block) - 4)))
-    mp.setattr(PrefixIndex, "child", lambda self, node, block: self._nodes.get(prefix.block_key(node.key, block)))
+    strong = tokens.block_key
+
+    def weak(parent: bytes, block: bytes) -> bytes:
+        return strong(parent, block[:4] + bytes(len(block) - 4))
+
+    mp.setattr(tokens, "block_key", weak)
+    mp.setattr(prefix, "block_key", weak)
+    mp.setattr(PrefixIndex, "child", lambda self, node, block, key=None: self._nodes.get(key or weak(node.key, block)))
 
 
 @mutant
@@ -129,25 +141,25 @@ def leaves_checkpoints_on_the_page_of_a_twin(mp: pytest.MonkeyPatch) -> None:
 
 @mutant
 def keeps_the_page_of_an_adopted_twin(mp: pytest.MonkeyPatch) -> None:
-    original = Ledger._publish_block
+    original = Publisher._publish_block
 
-    def publish(self: Ledger, lease: Lease) -> None:
+    def publish(self: Publisher, lease: Lease, now: int) -> None:
         assert lease._tip is not None
         depth = lease._tip.depth
         own = lease.blocks[depth] if lease.blocks else None
         if own is not None:
             self.arena.ref_lease(own)
-        original(self, lease)
+        original(self, lease, now)
         if own is not None and lease.blocks[depth] == own:
             self.arena.unref_lease(own)
 
-    mp.setattr(Ledger, "_publish_block", publish)
+    mp.setattr(Publisher, "_publish_block", publish)
 
 
 @mutant
 def ignores_the_salt(mp: pytest.MonkeyPatch) -> None:
-    original = PrefixIndex.root
-    mp.setattr(PrefixIndex, "root", lambda self, salt: original(self, ""))
+    original = prefix.root_key
+    mp.setattr(prefix, "root_key", lambda model_id, layout_id, salt: original(model_id, layout_id, ""))
 
 
 @mutant
@@ -174,21 +186,20 @@ def freezes_the_surplus_of_the_slot_as_well(mp: pytest.MonkeyPatch) -> None:
 
 @mutant
 def saves_the_slot_one_token_late(mp: pytest.MonkeyPatch) -> None:
-    original = Ledger._attach_reached
+    original = Publisher._attach_reached
 
-    def attach(self: Ledger, lease: Lease) -> None:
+    def attach(self: Publisher, lease: Lease) -> None:
         for made in lease._pending:
             made.position += made.position < lease.committed
         original(self, lease)
 
-    mp.setattr(Ledger, "_attach_reached", attach)
+    mp.setattr(Publisher, "_attach_reached", attach)
 
 
 @mutant
 def lets_decodes_eat_what_prefills_lack(mp: pytest.MonkeyPatch) -> None:
     def can_extend(self: Ledger, lease: Lease, n: int) -> bool:
-        need = self._blocks(lease.position + n) - len(lease.blocks)
-        return need <= self.arena.free + self.arena.evictable
+        return self._needed(lease, n) <= self.arena.free + self.arena.evictable
 
     mp.setattr(Ledger, "can_extend", can_extend)
 
@@ -197,10 +208,10 @@ def lets_decodes_eat_what_prefills_lack(mp: pytest.MonkeyPatch) -> None:
 def admits_over_the_reservations(mp: pytest.MonkeyPatch) -> None:
     original = Ledger._wait
 
-    def wait(self: Ledger, own_blocks: int, path: list[int]) -> Wait | None:
+    def wait(self: Ledger, target: int, path: list[int], source: Checkpoint | None, more: int = 0) -> Wait | None:
         kept, self._lacking = self._lacking, 0
         try:
-            return original(self, own_blocks, path)
+            return original(self, target, path, source, more)
         finally:
             self._lacking = kept
 
@@ -210,7 +221,11 @@ def admits_over_the_reservations(mp: pytest.MonkeyPatch) -> None:
 @mutant
 def counts_the_path_as_evictable(mp: pytest.MonkeyPatch) -> None:
     original = Ledger._wait
-    mp.setattr(Ledger, "_wait", lambda self, own_blocks, path: original(self, own_blocks, []))
+
+    def wait(self: Ledger, target: int, path: list[int], source: Checkpoint | None, more: int = 0) -> Wait | None:
+        return original(self, target, [], source, more - len(path))
+
+    mp.setattr(Ledger, "_wait", wait)
 
 
 @mutant
@@ -221,32 +236,34 @@ def refuses_one_token_too_soon(mp: pytest.MonkeyPatch) -> None:
 
 @mutant
 def rollback_keeps_the_blocks(mp: pytest.MonkeyPatch) -> None:
+    original = Ledger.rollback
+
     def rollback(self: Ledger, lease: Lease, n: int) -> None:
-        lease.position -= n
-        while lease._pending and lease._pending[-1].position > lease.position:
-            self._drop_pending(lease._pending.pop())
-        if lease.state == "closing" and not lease.in_flight:
-            self._close(lease)
+        blocks, kept = lease.blocks, list(lease.blocks)
+        for page in kept if n and lease.in_flight != n else ():
+            self.arena.ref_lease(page)
+        original(self, lease, n)
+        if n and lease.state == "running" and lease.in_flight:
+            blocks[:] = kept
 
     mp.setattr(Ledger, "rollback", rollback)
 
 
 @mutant
 def rollback_keeps_the_checkpoints(mp: pytest.MonkeyPatch) -> None:
+    original = Ledger.rollback
+
     def rollback(self: Ledger, lease: Lease, n: int) -> None:
-        lease.position -= n
-        while len(lease.blocks) > self._blocks(lease.position):
-            self.arena.unref_lease(lease.blocks.pop())
-        self._account(lease)
-        if lease.state == "closing" and not lease.in_flight:
-            self._close(lease)
+        pending, lease._pending = lease._pending, []
+        original(self, lease, n)
+        lease._pending = pending
 
     mp.setattr(Ledger, "rollback", rollback)
 
 
 @mutant
 def forgets_pending_checkpoints_at_the_end(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(Ledger, "_drop_pending", lambda self, made: None)
+    mp.setattr(Publisher, "drop_pending", lambda self, made: None)
 
 
 @mutant
@@ -254,7 +271,7 @@ def takes_over_an_open_block_that_others_use(mp: pytest.MonkeyPatch) -> None:
     original = Ledger._copied
 
     def copied(self: Ledger, page: int) -> int:
-        if self.arena.free > 0 and self.index.num_checkpoint_pages > 0:
+        if self.index.checkpoints:  # else the last one is being taken over
             return original(self, page)
         self.arena.ref_lease(page)
         return page
@@ -284,3 +301,84 @@ def restores_before_the_save_that_it_reads(mp: pytest.MonkeyPatch) -> None:
 @mutant
 def full_hit_without_a_hidden_vector(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(Ledger, "_hit_limit", lambda self, num_tokens: num_tokens)
+
+
+@mutant
+def replays_too_little(mp: pytest.MonkeyPatch) -> None:
+    original = PrefixIndex._replay_start
+
+    def start(self: PrefixIndex, log_tokens: int) -> int:
+        found = original(self, log_tokens)
+        return found + self.layout.block_tokens * (log_tokens - found > self.layout.block_tokens)
+
+    mp.setattr(PrefixIndex, "_replay_start", start)
+
+
+@mutant
+def writes_the_log_again_while_it_replays(mp: pytest.MonkeyPatch) -> None:
+    original = Ledger.admit
+
+    def admit(self: Ledger, *args: object, **kwargs: object) -> object:
+        found = original(self, *args, **kwargs)  # type: ignore[arg-type]
+        if isinstance(found, Lease):
+            found.write_from = found.position
+        return found
+
+    mp.setattr(Ledger, "admit", admit)
+
+
+@mutant
+def freezes_a_slot_that_is_being_rebuilt(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(Lease, "_is_exact_at", lambda self, position: True)
+
+
+@mutant
+def shares_the_open_window_block_instead_of_copying(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(Windows, "_is_ours_alone", lambda self, page: True)
+    original = Windows.share
+    mp.setattr(Windows, "share", lambda self, lease, checkpoint, takes_over=False: original(self, lease, checkpoint, True))
+    mp.setattr(Windows, "open_pages", lambda self, checkpoint: 0)
+
+
+@mutant
+def lets_go_of_a_window_block_too_soon(mp: pytest.MonkeyPatch) -> None:
+    original = Tail.live_blocks
+
+    def live(self: Tail, position: int) -> tuple[tuple[int, int], ...]:
+        found = original(self, position)
+        return tuple((first + (stop - first > 1), stop) for first, stop in found)
+
+    mp.setattr(Tail, "live_blocks", live)
+
+
+@mutant
+def forgets_the_windows_of_a_dropped_checkpoint(mp: pytest.MonkeyPatch) -> None:
+    original = PrefixIndex.discard
+
+    def discard(self: PrefixIndex, checkpoint: Checkpoint) -> None:
+        checkpoint.tails = ({},) * len(checkpoint.tails)
+        original(self, checkpoint)
+
+    mp.setattr(PrefixIndex, "discard", discard)
+
+
+@mutant
+def keeps_no_window_in_a_checkpoint(mp: pytest.MonkeyPatch) -> None:
+    def frozen(self: Windows, lease: Lease, position: int) -> tuple[TailPages, ...]:
+        return ({},) * len(self.tails)
+
+    mp.setattr(Windows, "frozen", frozen)
+
+
+@mutant
+def lets_a_mover_read_what_is_not_held(mp: pytest.MonkeyPatch) -> None:
+    original = Ledger.hold
+
+    def hold(self: Ledger, tokens: list[int] | Prompt, salt: str = "") -> object:
+        held = original(self, tokens, salt)
+        if held is not None and held._source is not None:
+            self.index.unpin_checkpoint(held._source, self._clock)
+            held._source = None
+        return held
+
+    mp.setattr(Ledger, "hold", hold)

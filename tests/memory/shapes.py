@@ -79,3 +79,45 @@ def scans_only() -> Layout:
     return make_layout(
         [Snapshot("state", layer, (Field("s", "fp32", (16,)),)) for layer in range(3)], Field("hidden", "fp32", (8,)), 4
     )
+
+
+def paged(hidden: bool = True) -> Layout:
+    """Windows larger than a page: a plain one in two layers, one that is cleared every 8 tokens, one that keeps its first 3."""
+    return make_layout(
+        [
+            Log("kv", 0, ROWS, 1),
+            Window("window", 1, ROWS, 6),
+            Window("window", 2, ROWS, 6),
+            Window("chunk", 3, ROWS, 8, reset=8),
+            Window("sinks", 4, ROWS, 6, keep_first=3),
+            Fold("fold", 5, (Field("open", "fp32", (4,)),), 3),
+        ],
+        Field("hidden", "fp32", (8,)) if hidden else None,
+        block_tokens=4,
+        min_page_bytes=256,
+    )
+
+
+def paged_only() -> Layout:
+    """No log and no small window: everything is in pages with a left edge, and can be rebuilt by replay."""
+    return make_layout(
+        [Window("window", layer, ROWS, 5) for layer in range(3)],
+        Field("hidden", "fp32", (8,)),
+        block_tokens=4,
+        min_page_bytes=1024,
+    )
+
+
+def replayed() -> Layout:
+    """A log beside small windows and a fold in two layers: 1 token below and 4 of its own are to be replayed, and 1 more."""
+    return make_layout(
+        [
+            Log("c2", 0, ROWS, 2),
+            Window("window", 0, SMALL, 2),
+            Log("c2", 1, SMALL, 2),
+            Window("window", 1, SMALL, 2),
+            Fold("c2_fold", 1, (Field("open", "fp32", (4,)), Field("next", "fp32", (4,))), 2, ("next",)),
+        ],
+        Field("hidden", "fp32", (8,)),
+        block_tokens=2,
+    )

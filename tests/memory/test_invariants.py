@@ -1,6 +1,7 @@
 """I1-I6, I9, I10, I12 and I13 on random traces, with real bytes behind them."""
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +13,20 @@ from hypothesis import strategies as st
 
 import lamina.memory.check as check
 import lamina.memory.prefix as prefix
+import lamina.memory.tokens as token_keys
 from lamina.memory.layout import Layout
-from lamina.memory.ledger import Lease, Ledger, Refused
+from lamina.memory.lease import Lease, Refused
+from lamina.memory.ledger import Ledger
 from lamina.memory.orders import SaveSlot
-from lamina.memory.segments import pack, segments, unpack, wire_bytes
+from lamina.memory.prefix import Hit, TailPages
+from lamina.memory.segments import Segment, pack, segments, unpack, wire_bytes
 from tests.memory.device import FREE, Device, prefix_digest
-from tests.memory.shapes import logs_only, scans_only, tiny, v4_flash
+from tests.memory.shapes import logs_only, paged, paged_only, replayed, scans_only, tiny, v4_flash
 from tests.memory.trace import Trace
 
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "tiny": tiny, "tiny8": lambda: tiny(8), "no_hidden": lambda: tiny(hidden=False),
-    "logs_only": logs_only, "scans_only": scans_only,
+    "logs_only": logs_only, "scans_only": scans_only, "paged": paged, "paged_only": paged_only, "replayed": replayed,
 }  # fmt: skip
 SMALL = st.integers(0, (1 << 12) - 1)
 STEPS = st.lists(st.tuples(SMALL, SMALL, SMALL, SMALL), min_size=20, max_size=60)
@@ -56,7 +60,7 @@ def test_traces_reach_the_corners() -> None:
     seen: dict[str, int] = {}
     for seed in range(60):
         rng = random.Random(seed)
-        trace = Trace(tiny(), rng.randint(5, 16))
+        trace = Trace(replayed() if seed % 3 == 0 else tiny(), rng.randint(5, 16))
         for _ in range(120):
             trace.step(*(rng.randrange(1 << 12) for _ in range(4)))
         trace.close()
@@ -70,10 +74,10 @@ def test_colliding_keys_never_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch)
     """A key is a hint: with keys of two values the traces still hold, only less is shared."""
 
     def weak(parent: bytes, block: bytes) -> bytes:
-        return bytes([sum(block) % 2]) * prefix.KEY_BYTES
+        return bytes([sum(block) % 2]) * token_keys.KEY_BYTES
 
-    monkeypatch.setattr(prefix, "block_key", weak)
-    monkeypatch.setattr(check, "block_key", weak)
+    for module in (prefix, token_keys, check):
+        monkeypatch.setattr(module, "block_key", weak)
     for seed in range(30):
         rng = random.Random(seed)
         trace = Trace(tiny(), 16, adopt_twins=False)
@@ -156,8 +160,10 @@ class Drive:
             if lease is None or job not in self.running:
                 continue
             self.device.check_log(job.salt, job.tokens, start, blocks)
-            self.device.check_slot(job.salt, job.tokens, start, lease.slot, frozen=False)
-            self.device.compute(job.salt, job.tokens, start, stop, blocks, lease.slot)
+            if lease._is_exact_at(start):
+                self.device.check_slot(job.salt, job.tokens, start, lease.slot, frozen=False)
+                self.device.check_tails(job.salt, job.tokens, start, lease.tails)
+            self.device.compute(job.salt, job.tokens, start, stop, blocks, lease.slot, lease)
             if stop == len(job.tokens) <= job.end:
                 job.tokens.append(next_token(job.salt, job.tokens))
         made = [job.lease for job, _, _, _ in slices if job.lease is not None and job in self.running and self.rng.random() < 0.4]
@@ -178,6 +184,7 @@ class Drive:
             self.device.check_slot(job.salt, job.tokens, lease.position, lease.slot, frozen=False)
             job.tokens.append(next_token(job.salt, job.tokens))
         count = min(self.rng.randint(1, 6), len(job.tokens) - lease.position, job.end - lease.position)
+        count = self.ledger.room(lease, count) or min(count, 1)
         busy = {id(other) for other, _, _, _ in slices}
         preempted = False
         while not self.ledger.extend(lease, count):
@@ -268,12 +275,12 @@ def test_a_request_that_fits_alone_never_waits_alone() -> None:
                 if rng.random() < 0.5:
                     ledger.checkpoint(lease)
                 if rng.random() < 0.5:
-                    known = lease.tokens[lease.committed : lease.position]
+                    known = list(lease.tokens[lease.committed : lease.position])
                     ledger.commit(lease, known + [0] * (lease.in_flight - len(known)))
             ledger.check()
             rng.choice([ledger.finish, ledger.preempt, ledger.cancel])(lease)
             if not lease.ended:
-                known = lease.tokens[lease.committed : lease.position]
+                known = list(lease.tokens[lease.committed : lease.position])
                 ledger.commit(lease, known + [0] * (lease.in_flight - len(known)))
             ledger.check()
 
@@ -285,9 +292,14 @@ def copy_through_segments(layout: Layout, position: int, frozen_source: bool, fr
     """Moves a request between two arenas whose page ids have nothing in common."""
     tokens = [at % 7 for at in range(position)]
     blocks = layout.blocks_for(position) if layout.has_logs else 0
-    here, there = Device(layout, blocks + 2 * layout.slot_pages), Device(layout, blocks + 2 * layout.slot_pages + 3)
+    windows = sum(tail.pages * -(-position // tail.tokens) for tail in layout.tails)
+    most = blocks + 2 * layout.slot_pages + windows
+    here, there = Device(layout, most), Device(layout, most + 3)
     table, slot = list(range(blocks)), list(range(blocks, blocks + layout.slot_pages))
-    here.compute("", tokens, 0, position, table, slot)
+    tails, other_tails = window_tables(layout, position, most - windows), window_tables(layout, position, 3 + layout.slot_pages)
+    nothing = Hit(0, 0, 0, False, 0, "")
+    lease = Lease("", "", array("i"), 0, 0, nothing, 0, 0, None, tails=tails)
+    here.compute("", tokens, 0, position, table, slot, lease)
 
     frozen = list(range(blocks + layout.slot_pages, blocks + layout.slot_pages + layout.checkpoint_pages(position)))
     here.execute(SaveSlot(tuple(slot), tuple(frozen), position))
@@ -295,13 +307,17 @@ def copy_through_segments(layout: Layout, position: int, frozen_source: bool, fr
     other_table = [len(there.pages) - 1 - number for number in range(blocks)]
     other_slot = list(range(3, 3 + layout.slot_pages))[::-1]
 
-    def read(block: int | None, page: int, offset: int, count: int) -> bytes:
-        at = source[page] if block is None else table[block]
-        return here.pages[at, offset : offset + count].tobytes()
+    def place(part: Segment, slot: list[int], table: list[int], tails: list[TailPages]) -> int:
+        if part.block is None:
+            return slot[part.page]
+        return table[part.block] if part.tail is None else tails[part.tail][part.block][part.page]
 
-    def write(block: int | None, page: int, offset: int, data: bytes) -> None:
-        at = other_slot[page] if block is None else other_table[block]
-        there.pages[at, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    def read(part: Segment, offset: int, count: int) -> bytes:
+        return here.pages[place(part, source, table, tails), offset : offset + count].tobytes()
+
+    def write(part: Segment, offset: int, data: bytes) -> None:
+        page = place(part, other_slot, other_table, other_tails)
+        there.pages[page, offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     parts = segments(layout, position, frozen_source)
     message = pack(read, parts)
@@ -309,6 +325,18 @@ def copy_through_segments(layout: Layout, position: int, frozen_source: bool, fr
     unpack(write, segments(layout, position, frozen_target), message)
     there.check_log("", tokens, position, other_table)
     there.check_slot("", tokens, position, other_slot, frozen_target)
+    there.check_tails("", tokens, position, other_tails)
+
+
+def window_tables(layout: Layout, position: int, page: int) -> list[TailPages]:
+    """Every block of every large window up to `position`, in pages from `page` on."""
+    tables: list[TailPages] = []
+    for tail in layout.tails:
+        tables.append({})
+        for block in range(-(-position // tail.tokens)):
+            tables[-1][block] = tuple(range(page, page + tail.pages))
+            page += tail.pages
+    return tables
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

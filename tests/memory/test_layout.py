@@ -70,14 +70,15 @@ def test_spans_are_aligned_and_do_not_overlap(name: str) -> None:
 
 def check_spans(layout: Layout, spans: tuple[Span, ...]) -> None:
     ends: dict[int, int] = {}
-    page_of_layer: dict[int, int] = {}
+    page_of: dict[tuple[int, str], int] = {}
     for span in sorted(spans, key=lambda s: (s.page, s.offset, s.rows)):
         assert span.offset % ALIGNMENT == 0
         if span.rows:
             assert span.offset >= ends.get(span.page, 0), "two arrays overlap"
             ends[span.page] = span.offset + span.nbytes
             assert ends[span.page] <= layout.page_bytes
-            assert page_of_layer.setdefault(span.layer, span.page) == span.page, "a layer crosses two pages"
+            key = (span.layer, span.memory)
+            assert page_of.setdefault(key, span.page) == span.page, "a memory of a layer crosses two pages"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.memory.mutants import MUTANTS
-from tests.memory.shapes import logs_only, scans_only, tiny
+from tests.memory.shapes import logs_only, paged, paged_only, replayed, scans_only, tiny
 from tests.memory.trace import Trace
 
 STEPS = 100
@@ -14,7 +14,8 @@ STEPS = 100
 def run(seed: int) -> None:
     """One random trace; layouts, sizes and switches follow from the seed."""
     rng = random.Random(seed)
-    layout = rng.choice([tiny, tiny, tiny, lambda: tiny(8), lambda: tiny(hidden=False), logs_only, scans_only])()
+    others = (lambda: tiny(8), lambda: tiny(hidden=False), logs_only, scans_only, paged, paged_only)
+    layout = rng.choice([tiny, tiny, tiny, *others, replayed, replayed])()
     trace = Trace(layout, rng.randint(4, 24), rng.random() < 0.7, rng.choice([1, 2, 5]))
     for _ in range(STEPS):
         trace.step(*(rng.randrange(1 << 12) for _ in range(4)))
@@ -30,5 +31,5 @@ def test_the_real_code_survives() -> None:
 def test_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
     with pytest.raises(AssertionError):
-        for seed in range(80):
+        for seed in range(1200):  # most fall within the first ten
             run(seed)

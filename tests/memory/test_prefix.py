@@ -1,5 +1,7 @@
 """The index by itself: keys, checkpoints, reasons, eviction."""
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -15,11 +17,14 @@ from lamina.memory.prefix import (
     Hit,
     Node,
     PrefixIndex,
-    block_key,
-    checked_ids,
-    encode,
 )  # fmt: skip
+from lamina.memory.tokens import block_key, checked_ids
+from lamina.memory.tokens import encode as encode_array
 from tests.memory.shapes import logs_only, scans_only, tiny
+
+
+def encode(tokens: list[int]) -> bytes:
+    return encode_array(array("i", tokens))
 
 
 class Store:
@@ -34,7 +39,7 @@ class Store:
     def put(self, tokens: list[int], salt: str = "", checkpoint: bool = True) -> Checkpoint | None:
         """Publishes the full blocks of these tokens and, at their end, a checkpoint."""
         self.now += 1
-        node = self.index.root(salt)
+        node = self.index.root(self.index.prompt(tokens, salt))
         self.index.pin(node)
         for start in range(0, len(tokens) - 3, 4):
             page = self.arena.take_for_lease() if self.layout.has_logs else None
@@ -58,7 +63,7 @@ class Store:
         return made
 
     def find(self, tokens: list[int], salt: str = "", limit: int | None = None, gain: int = 1) -> Hit:
-        return self.index.longest(encode(tokens), salt, len(tokens) if limit is None else limit, gain)
+        return self.index.longest(self.index.prompt(tokens, salt), len(tokens) if limit is None else limit, gain)
 
 
 A = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -73,8 +78,8 @@ def test_roots_differ_by_salt_and_model() -> None:
     store = Store()
     other = PrefixIndex(store.arena, store.layout, "another model")
     wide = PrefixIndex(store.arena, tiny(8), "model")
-    keys = {store.index.root("").key, store.index.root("x").key, other.root("").key, wide.root("").key}
-    assert len(keys) == 4
+    roots = [store.index.prompt(A, ""), store.index.prompt(A, "x"), other.prompt(A, ""), wide.prompt(A, "")]
+    assert len({prompt.key(0) for prompt in roots}) == 4
 
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 31], [1.5], "ab", [None]])
@@ -84,7 +89,7 @@ def test_bad_ids_are_refused(tokens: list) -> None:
 
 
 def test_ids_of_any_whole_kind_are_taken() -> None:
-    assert checked_ids(np.array([1, 2], np.int64)) == checked_ids((1, np.int32(2))) == [1, 2]
+    assert checked_ids(np.array([1, 2], np.int64)) == checked_ids((1, np.int32(2))) == array("i", [1, 2])
     assert encode([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
 
 
@@ -205,11 +210,13 @@ def test_a_block_shared_by_a_node_and_a_checkpoint_is_freed_last() -> None:
     made = store.put(A[:6])
     assert made is not None and made.open_page is not None
     page = store.arena.take_for_lease()
-    root = store.index.root("")
+    root = store.index.root(store.index.prompt(A, ""))
     parent = store.index.child(root, encode(A[:4]))
     assert parent is not None
     node, new = store.index.publish(parent, encode(A[4:8]), page, 2)
     assert node is not None and new
+    store.index.pin(node)
+    store.index.unpin(node, 2)
     store.index.share_page(parent, encode(A[4:8]), page)
     assert made.open_page == page and store.arena.cache_refs(page) == 2
     store.arena.unref_lease(page)
@@ -245,9 +252,10 @@ def test_empty_roots_are_forgotten() -> None:
 
 
 def test_an_equal_key_with_other_tokens_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.memory.prefix.block_key", lambda parent, block: b"k" * 16)
+    for module in ("prefix", "tokens"):
+        monkeypatch.setattr(f"lamina.memory.{module}.block_key", lambda parent, block: b"k" * 16)
     store = Store()
-    root = store.index.root("")
+    root = store.index.root(store.index.prompt(A, ""))
     store.index.pin(root)
     page = store.arena.take_for_lease()
     node, new = store.index.publish(root, encode(A[:4]), page, 1)

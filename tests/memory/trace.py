@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 
+import pytest
+
+from lamina.base.errors import ConfigError
 from lamina.memory.layout import Layout
-from lamina.memory.ledger import Lease, Ledger, Refused, Wait
+from lamina.memory.lease import Hold, Lease, Refused, Wait
+from lamina.memory.ledger import Ledger
 from lamina.memory.prefix import Checkpoint, Hit, Node
 from tests.memory.device import FREE, Device, prefix_digest
 
 OPS = (*["admit"] * 4, *["extend"] * 7, *["commit"] * 5, *["checkpoint"] * 2, *["preempt"] * 2, "finish", "cancel",
-       "rollback", "fork", "lookup")  # fmt: skip
+       "rollback", "fork", "lookup", "hold", "release", "forget")  # fmt: skip
 SALTS = ("", "other")
 #: prompts begin with one of these, so that paths are shared, left and met again
 STEMS = ((0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1), (0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0), (1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0))
@@ -41,13 +45,17 @@ class Trace:
         self.ledger = Ledger(layout, num_pages, adopt_twins=adopt_twins, min_checkpoint_gain=gain)
         self.device = Device(layout, num_pages)
         self.gain = gain
+        self.adopt_twins = adopt_twins
         self.deep = deep  # all bytes are compared every so many steps
         self.runs: list[Run] = []
+        self.holds: list[tuple[Hold, str, list[int]]] = []
+        self.read: list[Checkpoint] = []  # by movers: these keep their own pages
         self.accepted: set[tuple[str, tuple[int, ...]]] = set()
         self.past: list[tuple[str, list[int]]] = []  # what ended, newest last
+        self.replay = int(min(layout.replay, 1 << 30))
         self.count = 0
         self.late = 0
-        self.seen = {"hit": 0, "wait": 0, "refused": 0, "full": 0, "twins": 0}
+        self.seen = {"hit": 0, "wait": 0, "refused": 0, "full": 0, "twins": 0, "replayed": 0, "held": 0}
 
     # -- one call
 
@@ -63,6 +71,17 @@ class Trace:
             self.check_lookup(tokens, salt, None if z % 3 else z % 14)
             if z % 17 == 0:
                 self.ledger.drop_index()
+        elif name == "forget":
+            for made in [c for c in self.ledger.index.checkpoints if c.evictable][x % 2 :]:
+                self.ledger.index.discard(made)  # as an eviction would: what is left is the log
+            if self.past and y % 3:
+                salt, tokens = max(self.past, key=lambda item: len(item[1]))
+                self.admit([*tokens, *[z & 1] * (x % 3)] or [1], z % 6, salt)
+        elif name == "hold":
+            self.hold(*self.prompt(x, y | 1, z))
+        elif name == "release":
+            if self.holds:
+                self.ledger.release(self.holds.pop(x % len(self.holds))[0])
         elif self.runs:
             self.call(name, self.runs[x % len(self.runs)], y, z)
         self.settle()
@@ -84,7 +103,10 @@ class Trace:
         if name == "extend":
             self.extend(run, y % 7, z)
         elif name == "commit":
-            self.commit(run, y % (run.position - run.committed + 1) if z % 2 else run.position - run.committed)
+            n = y % (run.position - run.committed + 1) if z % 2 else run.position - run.committed
+            if self.layout.tails and run.committed + n not in lease.cuts:  # between these nothing of a large window was stored
+                n = run.position - run.committed
+            self.commit(run, n)
         elif name == "checkpoint":
             before = self.state()
             if not self.ledger.checkpoint(lease):
@@ -114,20 +136,27 @@ class Trace:
         needed, available, total = self.room(tokens, max_new, hit if use_cache else None)
         result = self.ledger.admit(tokens, max_new, salt, f"request {self.count}", use_cache)
         if isinstance(result, Refused):
-            assert total > self.ledger.num_pages and result.needed == total, "I12: refused, though it fits alone"
+            slack = sum(tail.pages for tail in self.layout.tails)  # a window may start anywhere in a block
+            assert result.needed > self.ledger.num_pages, "I12: refused, though it fits alone"
+            assert 0 <= result.needed - total <= slack, "I12: refused, though it fits alone"
         elif isinstance(result, Wait):
-            assert self.runs, "I12: waits, though nothing runs"
-            assert needed > available, f"I12: waits, though {needed} pages of {available} would do"
-            assert (result.needed, result.available) == (needed, available)
+            assert self.runs or self.holds, "I12: waits, though nothing runs"
+            if not self.layout.tails and not self.holds:
+                assert needed > available, f"I12: waits, though {needed} pages of {available} would do"
+                assert (result.needed, result.available) == (needed, available)
         if not isinstance(result, Lease):
             assert self.state() == before, "a failing admission changed something"
             self.seen["wait" if isinstance(result, Wait) else "refused"] += 1
             return result
         assert total <= self.ledger.num_pages, "admitted, though it can never fit"
-        assert needed <= available, "I12: admitted over what is reserved"
+        assert self.layout.tails or needed <= available, "I12: admitted over what is reserved"
         assert result.position == (hit.position if use_cache else 0)
-        worth = self.layout.slot_pages and hit.differs_at < len(tokens) and hit.differs_at - hit.position >= max(1, self.gain)
-        assert result.junction == (hit.differs_at if worth else None), "the junction is wrong"
+        assert result.write_from == (hit.log_tokens if use_cache else 0)
+        assert result.valid_from == (hit.position if use_cache and hit.replayed else 0)
+        self.seen["replayed"] += use_cache and hit.replayed
+        parts = hit.seen_before
+        worth = self.layout.has_state and parts < len(tokens) and parts - hit.position >= max(1, self.gain)
+        assert result.junction == (parts if worth else None), "the junction is wrong"
         self.seen["hit"] += result.position > 0
         self.seen["full"] += result.position == len(tokens)
         return self.started(result, tokens, max_new, salt)
@@ -143,12 +172,18 @@ class Trace:
             n = lease.junction - lease.position
         n = min(n, max(run.prompt + max(run.max_new, 1) - 1 - run.position, 0))
         before = self.state()
+        most = self.ledger.room(lease, n)
+        assert 0 <= most <= n and (most == n or not self.ledger.can_extend(lease, most + 1)), "room is not the most"
         possible = self.ledger.can_extend(lease, n)
-        assert self.ledger.extend(lease, n) == possible
+        assert self.ledger.extend(lease, n) == possible == (most == n)
         if not possible:
             assert self.state() == before, "a failing extend changed something"
-            assert run.position + n > run.prompt, "I12: an admitted request cannot finish its prompt"
-            assert len(self.runs) > 1, "I12: a request that fits alone cannot go on alone"
+            waits = self.layout.tails and run.position > run.committed  # windows of the step before come back first
+            goes_on = bool(self.holds or most)
+            assert goes_on or run.position >= run.prompt or waits, "I12: an admitted request cannot finish its prompt"
+            assert goes_on or len(self.runs) > 1 or run.position > run.committed, "I12: one that fits alone cannot go on"
+            if self.layout.tails and most:
+                return self.extend(run, most, z)
             return False
         start, stop = run.position, run.position + n
         while len(run.truth) < stop:
@@ -156,7 +191,7 @@ class Trace:
         run.position = stop
         self.settle()  # orders so far come before this slice
         self.check_written(run, start)
-        self.device.compute(run.salt, run.truth, start, stop, lease.blocks, lease.slot)
+        self.device.compute(run.salt, run.truth, start, stop, lease.blocks, lease.slot, lease)
         if lease.position == lease.junction:
             self.ledger.checkpoint(lease)
         return True
@@ -168,8 +203,8 @@ class Trace:
             self.accepted.add((run.salt, tuple(run.truth[:end])))
         run.committed += n
         self.ledger.commit(lease, tokens)
-        if lease.state == "running" and self.ledger.adopt_twins and self.layout.has_logs:
-            self.check_moved(run, (run.committed - n) // self.layout.block_tokens)
+        if lease.state == "running" and self.adopt_twins and self.layout.has_logs:
+            self.check_moved(run, max(run.committed - n, lease.write_from) // self.layout.block_tokens)
         self.closed(run)
 
     def check_moved(self, run: Run, first: int) -> None:
@@ -178,17 +213,28 @@ class Trace:
         known = self.stored(run.salt)
         for number in range(first, run.committed // size):
             for tokens, item in known:
-                if isinstance(item, Checkpoint) and item.position // size == number and tuple(run.truth[: len(tokens)]) == tokens:
+                is_inside = isinstance(item, Checkpoint) and item.position // size == number and item not in self.read
+                if isinstance(item, Checkpoint) and is_inside and tuple(run.truth[: len(tokens)]) == tokens:
                     assert item.open_page in (None, run.lease.blocks[number]), "I1: a checkpoint keeps the page of a twin"
 
     def rollback(self, run: Run, n: int) -> None:
         self.settle()
-        run.position -= n
-        for position in range(max(0, run.position - 8), run.position) if n else ():  # drafts are kept out of folds and live rows
-            for span, window in zip(self.layout.slot_spans, self.device.windows, strict=True):
-                row = 0 if window is None else position % window.size
-                self.device.put(run.lease.slot[span.page], span, row, self.digest(run, position + 1))
+        position = run.position - n
+        if position > run.committed and not self.ledger._windows.is_whole(run.lease, position):
+            before = self.state()
+            with pytest.raises(ConfigError):
+                self.ledger.rollback(run.lease, n)
+            assert self.state() == before
+            return
+        if n:  # drafts are kept out of folds and live rows
+            lease = run.lease
+            writable = Lease(
+                lease.name, run.salt, lease.tokens, 0, 0, lease.hit, 0, 0, None, write_from=1 << 30, valid_from=lease.valid_from,
+                tails=[{} for _ in self.layout.tails],
+            )  # fmt: skip
+            self.device.compute(run.salt, run.truth, max(0, position - 8), position, [], lease.slot, writable)
         self.ledger.rollback(run.lease, n)
+        run.position = position
         del run.truth[max(run.position, run.prompt) :]
         self.closed(run)
 
@@ -206,7 +252,7 @@ class Trace:
         if not run.ending or run.position != run.committed:
             return
         self.forget(run, run.ending)
-        if self.layout.slot_pages and run.committed and self.ledger.adopt_twins:
+        if self.layout.has_state and run.committed and self.adopt_twins and run.lease._is_exact_at(run.committed):
             found = self.ledger.longest(run.truth[: run.committed], run.salt, run.committed)
             assert found.position == run.committed, "I4: what has been frozen is not found"
         self.late_commit(run)
@@ -221,6 +267,28 @@ class Trace:
         self.ledger.commit(run.lease, [1, 0])
         self.late += 1
         assert self.ledger.stale_commits == self.late and self.state() == before, "a late commit changed something"
+
+    # -- movers
+
+    def hold(self, salt: str, tokens: list[int]) -> None:
+        before = self.state()
+        held = self.ledger.hold(tokens, salt)
+        if held is None:
+            assert self.state() == before
+            return
+        assert 0 < held.position <= len(tokens)
+        self.holds.append((held, salt, tokens[: held.position]))
+        self.read += [held._source] if held._source is not None else []
+        self.seen["held"] += 1
+
+    def check_holds(self) -> None:
+        """I14: what a mover reads has the bytes it had, whatever has been evicted or ended since."""
+        for held, salt, tokens in self.holds:
+            if self.layout.has_logs:
+                self.device.check_log(salt, tokens, held.position, held.blocks)
+            if self.layout.has_state:
+                self.device.check_slot(salt, tokens, held.position, held.checkpoint, frozen=True)
+                self.device.check_tails(salt, tokens, held.position, held.tails)
 
     # -- the device
 
@@ -237,7 +305,8 @@ class Trace:
         others = {page for other in self.runs if other is not run for page in (*other.lease.blocks, *other.lease.slot)}
         published = {node.page for node in self.ledger.index.nodes}
         frozen = {page for made in self.ledger.all_checkpoints() for page in made.pages}
-        for page in (*run.lease.blocks[start // self.layout.block_tokens :], *run.lease.slot):
+        first = max(start, run.lease.write_from) // self.layout.block_tokens
+        for page in (*run.lease.blocks[first:], *run.lease.slot):
             assert page not in others, f"I10: two leases write page {page}"
             assert page not in published and page not in frozen, f"I10: page {page} is read-only and written"
 
@@ -255,8 +324,10 @@ class Trace:
         """Pages that an admission needs, could have, and that the whole request needs alone: by counting."""
         size, arena = self.layout.block_tokens, self.ledger.arena
         logs = bool(self.layout.block_spans)
+        last = len(tokens) + max(max_new - 1, 0)
+        windows = max((self.window_pages(p) for p in range(last)), default=0)
         target = -(-(len(tokens) + (max_new > 1)) // size) * logs
-        total = self.layout.slot_pages + -(-(len(tokens) + max(max_new - 1, 0)) // size) * logs
+        total = self.layout.slot_pages + -(-(len(tokens) + max(max_new - 1, 0)) // size) * logs + windows
         path = [] if hit is None else self.path_pages(hit)
         reserved = 0
         for run in self.runs:
@@ -266,14 +337,22 @@ class Trace:
         available = arena.free + arena.evictable - sum(not arena.lease_refs(page) for page in path) - reserved
         return self.layout.slot_pages + target - len(path), max(0, available), total
 
+    def window_pages(self, position: int) -> int:
+        """Pages of large windows while the token at `position` is computed."""
+        pages = 0
+        for tail in self.layout.tails:
+            spans = (*tail.live_blocks(position), *tail.live_blocks(position + 1))
+            pages += tail.pages * len({block for first, stop in spans for block in range(first, stop)})
+        return pages
+
     def path_pages(self, hit: Hit) -> list[int]:
-        """Pages of the full blocks below a hit, found by comparing tokens."""
-        depth = hit.position // self.layout.block_tokens
+        """Pages of the full blocks that a hit stands on, found by comparing tokens."""
+        depth = hit.log_tokens // self.layout.block_tokens
         return [node.page for node in self.oracle_path[:depth] if node.page is not None]
 
     def stored(self, salt: str) -> list[tuple[tuple[int, ...], Node | Checkpoint]]:
         """Everything resident below a salt with the whole of its tokens."""
-        root = self.ledger.index.root(salt)
+        root = self.ledger.index.root(self.ledger.prompt([0], salt))
         found: list[tuple[tuple[int, ...], Node | Checkpoint]] = []
         for node in self.ledger.index.nodes:
             tokens, top = _tokens(node)
@@ -298,16 +377,22 @@ class Trace:
         while (len(self.oracle_path) + 1) * size <= len(wanted) and wanted[: (len(self.oracle_path) + 1) * size] in nodes:
             self.oracle_path.append(nodes[wanted[: (len(self.oracle_path) + 1) * size]])
         best = 0
-        if not self.layout.slot_pages:
-            best = min(len(self.oracle_path), most // size) * size
+        log = min(len(self.oracle_path), most // size) * size
+        if not self.layout.has_state:
+            best = log
         for known, item in stored:
             if isinstance(item, Checkpoint) and best < len(known) <= most and wanted[: len(known)] == known:
                 best = len(known)
+        start = max(0, log - self.replay - 1) // size * size
+        replayed = self.layout.has_state and start > best
+        best = max(best, start) if self.layout.has_state else best
+        assert (hit.replayed, hit.log_tokens) == (replayed, max(best, log)), "I4: the log that a hit stands on"
+        assert hit.seen_before == hit.differs_at or (hit.seen_before % size == 0 and hit.seen_before > hit.differs_at)
         common = max((_common(wanted, known) for known, _ in stored), default=0)
         assert hit.position == best, f"I4: hit at {hit.position}, the best is {best}"
         assert hit.resident == len(self.oracle_path), "I4: resident depth"
         assert hit.differs_at == common, f"I4: differs at {hit.differs_at}, not {common}"
-        possible = most if self.layout.slot_pages else most - most % size
+        possible = most if self.layout.has_state else most - most % size
         assert (hit.reason == "full hit") == (best >= possible), "the reason is wrong"
         assert hit.why
         return hit
@@ -318,22 +403,28 @@ class Trace:
         pages = self.ledger.pages()
         assert sum(astuple(pages)) == self.ledger.num_pages, "I1: pages do not add up"
         assert pages.slots == len(self.runs) * self.layout.slot_pages
-        assert pages.blocks == len({page for run in self.runs for page in run.lease.blocks})
-        assert pages.cached + pages.checkpoints == self.ledger.evictable_pages
+        if not self.holds:
+            assert pages.blocks == len({page for run in self.runs for page in run.lease.blocks})
+            assert pages.cached + pages.checkpoints == self.ledger.evictable_pages
         for run in self.runs:
             lease = run.lease
             assert (lease.position, lease.committed) == (run.position, run.committed), "a position is wrong"
-            assert lease.tokens == run.truth[: max(run.prompt, run.committed)], "known tokens are wrong"
-            assert len(lease.blocks) == (-(-run.position // self.layout.block_tokens) if self.layout.has_logs else 0), (
-                "I2: blocks"
-            )
+            assert list(lease.tokens) == run.truth[: max(run.prompt, run.committed)], "known tokens are wrong"
+            start = max(run.position, lease.hit.log_tokens // self.layout.block_tokens * self.layout.block_tokens)
+            start = start if lease.write_from else run.position
+            if self.layout.has_logs:
+                assert len(lease.blocks) == -(-start // self.layout.block_tokens), "I2: blocks"
+        self.check_holds()
         self.check_bytes(full=self.count % self.deep == 0)
 
     def check_bytes(self, full: bool) -> None:
         """I9: what leases and, now and then, the index hold are the bytes that their tokens give."""
         for run in self.runs if full else self.runs[-1:]:
-            self.device.check_log(run.salt, run.truth, run.position, run.lease.blocks)
-            self.device.check_slot(run.salt, run.truth, run.position, run.lease.slot, frozen=False)
+            if self.layout.has_logs:
+                self.device.check_log(run.salt, run.truth, run.position, run.lease.blocks)
+            if run.lease.is_exact:  # else the slot is being rebuilt
+                self.device.check_slot(run.salt, run.truth, run.position, run.lease.slot, frozen=False)
+                self.device.check_tails(run.salt, run.truth, run.position, run.lease.tails)
         if not full:
             return
         for salt in SALTS:
@@ -343,8 +434,10 @@ class Trace:
                 if isinstance(item, Checkpoint):
                     path += [item.open_page] if item.open_page is not None else []
                     used = {span.page for span in self.layout.checkpoint_spans(item.position) if span.rows}
-                    assert len(item.pages) == max(used) + 1, "I2: a checkpoint keeps surplus pages"
+                    least = min(1, self.layout.slot_pages)
+                    assert len(item.pages) == max(used, default=least - 1) + 1, "I2: a checkpoint keeps surplus pages"
                     self.device.check_slot(salt, tokens, item.position, item.pages, frozen=True)
+                    self.device.check_tails(salt, tokens, item.position, item.tails)
                 if path:
                     self.device.check_log(salt, tokens, len(tokens), path)
 
@@ -354,6 +447,9 @@ class Trace:
             self.ledger.cancel(run.lease)
             self.forget(run, "cancelled")
         self.settle()
+        self.check()
+        while self.holds:
+            self.ledger.release(self.holds.pop()[0])
         self.check()
         self.ledger.drop_index()
         self.ledger.check()
