@@ -26,6 +26,8 @@ class EngineConfig:
     max_requests     most requests that run at once; others wait.
     max_model_len    most tokens of a request, prompt and output; None: the model's limit or what the memory holds, if less.
     block_tokens     tokens of a block; None: chosen by the layout.
+    checkpoint_interval  tokens after which a point to resume from is kept on the way through a prompt or an answer; None: only
+                     at their ends, and where requests part.
     deterministic    "strict": the same bits whatever else runs and however a prompt is cut; True: the same on a CPU;
                      False: products are not padded, bits may depend on the batch.
     seed             root of the seeds of requests that bring none; None: from the system.
@@ -41,6 +43,7 @@ class EngineConfig:
     max_requests: int = 256
     max_model_len: int | None = None
     block_tokens: int | None = None
+    checkpoint_interval: int | None = None
     deterministic: bool | str = "strict"
     seed: int | None = None
 
@@ -65,6 +68,7 @@ class EngineConfig:
             ("max_requests", self.max_requests, False),
             ("max_model_len", self.max_model_len, True),
             ("block_tokens", self.block_tokens, True),
+            ("checkpoint_interval", self.checkpoint_interval, True),
         ):
             if number is None and is_optional:
                 continue

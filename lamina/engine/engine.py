@@ -83,7 +83,9 @@ class Engine:
         """An empty ledger and a scheduler over it."""
         config = self.config
         self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.pads_rows)
-        self.scheduler = Scheduler(self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size)
+        self.scheduler = Scheduler(
+            self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval
+        )  # fmt: skip
 
     # -- requests
 
@@ -302,7 +304,7 @@ def _max_model_len(config: EngineConfig, layout: Layout, num_pages: int, max_pos
             f"cache_bytes={config.pool_bytes} holds {num_pages} pages of {layout.page_bytes} B, one request needs {least}: "
             f"at least {least * layout.page_bytes} B"
         )
-    fits = (num_pages - layout.slot_pages) * layout.block_tokens + 1 if layout.has_logs else max_positions
+    fits = layout.most_tokens(num_pages, max_positions) + 1
     if config.max_model_len is None:
         if fits < max_positions:
             event(_LOG, "max_model_len_cut", tokens=fits, model_limit=max_positions, cache_bytes=config.pool_bytes)

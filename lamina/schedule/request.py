@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lamina.memory.ledger import Lease
+from lamina.memory.lease import Lease
 from lamina.memory.prefix import Hit
+from lamina.memory.tokens import Prompt
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import TokenLogprobs
 
@@ -23,6 +24,7 @@ class Request:
 
     tokens   prompt and output ids known so far; the last drawn one is known before it is computed.
     max_new  most tokens it may draw, the model's length included.   stop_ids  ids that end it.
+    encoded  its tokens as the ledger looks them up, while it waits.
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -39,6 +41,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     lease: Lease | None = None
+    encoded: Prompt | None = None
     first_hit: Hit | None = None
     cached_tokens: int = 0
     has_prompt_checkpoint: bool = False

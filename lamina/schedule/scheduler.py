@@ -9,7 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from lamina.base.log import event, get_logger
-from lamina.memory.ledger import Lease, Ledger, Refused, Wait
+from lamina.memory.lease import Lease, Refused, Wait
+from lamina.memory.ledger import Ledger
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
 
@@ -29,17 +30,23 @@ class Scheduler:
     """Plans steps over one ledger.
 
     max_step_tokens  rows of one step.   max_requests  requests that run at once.   vocab_size  token ids there are.
+    checkpoint_interval  tokens after which a checkpoint is made on the way; None: only at ends and junctions.
     """
 
-    def __init__(self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int) -> None:
+    def __init__(
+        self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int, checkpoint_interval: int | None = None
+    ) -> None:
         self.ledger = ledger
         self.max_step_tokens = max_step_tokens
         self.max_requests = max_requests
         self.vocab_size = vocab_size
+        self.checkpoint_interval = checkpoint_interval
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_steps = 0
         self._leases: dict[int, list[Lease]] = {}  # of each step in flight, one a slice
+        self._free_rows = list(range(max_requests))[::-1]
+        self._rows: dict[int, int] = {}  # of running requests: their row in the runtime's tables
         self.late_results = 0
 
     @property
@@ -72,6 +79,7 @@ class Scheduler:
         assert request.state is RequestState.RUNNING and request.lease is not None
         self.ledger.preempt(request.lease)
         self.running.remove(request)
+        self._leave_row(request)
         request.lease = None
         request.state = RequestState.WAITING
         request.num_preemptions += 1
@@ -145,11 +153,16 @@ class Scheduler:
     def _end(self, request: Request, reason: str) -> None:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
+            self._leave_row(request)
         else:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
         request.lease = None
         request.finish_reason = reason
+
+    def _leave_row(self, request: Request) -> None:
+        """The row of a request that stops running is free for another."""
+        self._free_rows.append(self._rows.pop(request.id))
 
     def _admit_next(self) -> Request | None:
         """Admits the first waiting request that does not wait for a sibling's prompt; None if there is none or it must wait."""
@@ -160,16 +173,19 @@ class Scheduler:
         else:
             return None
         remaining = request.max_new - request.num_output
+        if request.encoded is None or len(request.encoded) != len(request.tokens):
+            request.encoded = self.ledger.prompt(request.tokens, request.salt)
         lease = self.ledger.admit(
-            request.tokens, remaining, request.salt, request.name, use_cache=not request.wants_prompt_logprobs
-        )
+            request.encoded, remaining, name=request.name, use_cache=not request.wants_prompt_logprobs
+        )  # fmt: skip
         if isinstance(lease, Wait):
             return None
         assert not isinstance(lease, Refused), lease  # checked before it was queued
         self.waiting.remove(request)
         self.running.append(request)
+        self._rows[request.id] = self._free_rows.pop()
         request.state = RequestState.RUNNING
-        request.lease = lease
+        request.lease, request.encoded = lease, None
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # nothing of the prompt is skipped, so all of it is reported again
         if request.first_hit is None:
@@ -184,6 +200,9 @@ class Scheduler:
         stop = min(len(request.tokens), lease.position + budget)
         cuts = [len(request.prompt)] if not request.has_prompt_checkpoint else []
         cuts += [lease.junction] if lease.junction is not None else []
+        cuts += [lease.write_from] if lease.valid_from else []
+        if self.checkpoint_interval is not None:
+            cuts.append((lease.position // self.checkpoint_interval + 1) * self.checkpoint_interval)
         return min([stop, *(cut for cut in cuts if lease.position < cut)]) - lease.position
 
     def _extend(self, request: Request, budget: int, planned: set[int]) -> int | None:
@@ -192,10 +211,15 @@ class Scheduler:
         Returns the tokens granted (0 where only the hidden vector is sampled), or None if someone had to be preempted
         and this request did not get its blocks.
         """
-        count = self._wanted(request, budget)
+        wanted = self._wanted(request, budget)
         lease = request.lease
         assert lease is not None
-        while not self.ledger.extend(lease, count):
+        while True:
+            count = self.ledger.room(lease, wanted)
+            if count or not wanted or (lease.in_flight and self.ledger.layout.tails):  # what is in flight gives pages back
+                granted = self.ledger.extend(lease, count)
+                assert granted
+                break
             victim = next((other for other in reversed(self.running) if self._is_idle(other, planned)), request)
             self.preempt(victim)
             if victim is request:
@@ -221,13 +245,19 @@ class Scheduler:
             targets = request.prompt[start + 1 : stop + 1] if wants else ()
             num_logprobs = request.params.num_prompt_logprobs(self.vocab_size) if wants and targets else None
             tokens = tuple(request.tokens[start:stop])
-            slices.append(Slice(request.id, start, stop, tokens, tuple(lease.blocks), slot, targets, num_logprobs))
+            first, pages = self.ledger.new_blocks(lease)
+            slices.append(
+                Slice(
+                    request.id, start, stop, tokens, slot, self._rows[request.id], first, pages, lease.write_from,
+                    lease.valid_from, targets, num_logprobs,
+                )
+            )  # fmt: skip
         request.peak_position = max(request.peak_position, stop)
         if stop == len(request.prompt):
             if not request.has_prompt_checkpoint and count:
                 checkpoints.append(lease)
             request.has_prompt_checkpoint = True
-        elif stop == lease.junction:
+        elif stop == lease.junction or (self.checkpoint_interval is not None and stop % self.checkpoint_interval == 0):
             checkpoints.append(lease)
         if stop == len(request.tokens):
             request.awaits_result = True

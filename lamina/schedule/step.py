@@ -11,9 +11,14 @@ from lamina.schedule.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Tokens [start, stop) of one request.
+    """Tokens [start, stop) of one request. Its size does not depend on how long the request is.
 
-    tokens   their ids.   blocks  page of each block up to stop.   slot  pages of the slot.
+    tokens   their ids.   slot  pages of the slot.
+    row      a number below max_requests that the request keeps while it runs: its row in the runtime's persistent tables.
+    table_start, table  pages of block number table_start, table_start + 1, ... that are new or changed since the request's last
+             slice; the first slice in a row brings the whole block table, from 0 on.
+    write_from  log entries that close at or before this position are in the blocks already: they are read, never written.
+    valid_from  of window and folds nothing from before this position exists; 0 where they are whole. All slices of a lease agree.
     targets  ids that follow each row, where prompt log-probabilities are wanted; shorter than the slice at a prompt's end.
     num_logprobs  most likely tokens to report beside each target; None if none are wanted.
     """
@@ -22,8 +27,12 @@ class Slice:
     start: int
     stop: int
     tokens: tuple[int, ...]
-    blocks: tuple[int, ...]
     slot: tuple[int, ...]
+    row: int
+    table_start: int
+    table: tuple[int, ...]
+    write_from: int = 0
+    valid_from: int = 0
     targets: tuple[int, ...] = ()
     num_logprobs: int | None = None
 
