@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from lamina.engine.engine import Engine
 from lamina.memory.lease import PageCounts
 from lamina.memory.plan import Held, Prediction, measured, predict
-from lamina.memory.prefix import Checkpoint, encode
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.step import Slice, Step
 
@@ -91,13 +90,13 @@ class Watch:
         self._counts_memory = counts_memory
         self._requests: dict[int, Request] = {}
         self._keys: dict[int, list[int]] = {}
-        self._left_by: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._left_by: dict[int, tuple[tuple[int, int], int]] = {}
         self._last: tuple[int, int] = (0, 0)
         self._watching_s = 0.0
         self._most = 0
         self._counts: PageCounts | None = None
         self._held: Prediction | None = None
-        self._moment: tuple[list[Held], tuple[int, ...], int] | None = None
+        self._moment: tuple[list[Held], tuple[int, ...], tuple[int, ...], int] | None = None
         self._evictions = 0
         self._seen: set[int] = set()  # blocks counted in the moment being looked at
         engine.on_computed = self._computed
@@ -121,7 +120,7 @@ class Watch:
         """The table of the fullest moment so far; None before the first step, or if memory is not counted."""
         if self._moment is None or self._held is None:
             return None
-        held, checkpoints, num_running = self._moment
+        held, checkpoints, running, num_ended = self._moment
         layout, written = self.engine.layout, self.engine.worker.bytes_written()
         # a checkpoint's blocks are its request's: here it counts its own pages alone
         frozen = [Held(p, (p,), running=False, shared_blocks=layout.blocks_for(p)) for p in checkpoints]
@@ -129,10 +128,9 @@ class Watch:
         lines = tuple(
             MemoryLine(row.name, row.nbytes, self._held.nbytes(row.name), written.get(row.name, 0)) for row in predicted.rows
         )
-        running = tuple(request.position for request in held[:num_running])
         return MemoryReport(
-            lines, predicted.pages, self._held.pages, layout.page_bytes, self.engine.num_pages, running, len(held) - num_running,
-            checkpoints, self._evictions,
+            lines, predicted.pages, self._held.pages, layout.page_bytes, self.engine.num_pages, running, num_ended, checkpoints,
+            self._evictions,
         )  # fmt: skip
 
     # -- inside a step
@@ -157,16 +155,22 @@ class Watch:
         """Keeps this moment if running requests have not held more before. Pages are counted again whenever they changed."""
         ledger = self.engine.ledger
         counts = ledger.pages()
-        if counts.blocks + counts.slots < self._most:
+        in_use = counts.blocks + counts.tails + counts.slots
+        if in_use < self._most:
             return
-        self._most = counts.blocks + counts.slots
+        self._most = in_use
         if counts != self._counts:
             self._counts, self._held = counts, measured(self.engine.layout, ledger)
         published = {node.page for node in ledger.index.nodes if node.page is not None}
         running = list(self._running(published))
         checkpoints = ledger.all_checkpoints()
-        left = self._ended(checkpoints, {*published, *(page for lease in ledger.leases for page in lease.blocks)})
-        self._moment = (running + left, tuple(checkpoint.position for checkpoint in checkpoints), len(running))
+        left = list(self._ended())
+        # an open block that only checkpoints hold: of an ended request, or one that a preempted request went on from with a copy
+        counted = {*published, *(page for lease in ledger.leases for page in lease.blocks)}
+        kept = {checkpoint.open_page for checkpoint in checkpoints if checkpoint.open_page is not None} - counted
+        blocks = [Held(self.engine.layout.block_tokens, running=False)] * len(kept)
+        positions = tuple(request.lease.position for request in self.engine.scheduler.running if request.lease is not None)
+        self._moment = (running + left + blocks, tuple(checkpoint.position for checkpoint in checkpoints), positions, len(left))
         self._evictions = ledger.evictions
 
     def _running(self, published: set[int]) -> Iterator[Held]:
@@ -175,39 +179,29 @@ class Watch:
         for request in self.engine.scheduler.running:
             lease = request.lease
             assert lease is not None
-            keys = self._block_keys(request, lease.committed)
+            resident = max(lease.committed, lease.write_from)  # a replay holds the log that it stands on from its first step
+            keys = self._block_keys(request, resident)
             num_published = next((n for n, page in enumerate(lease.blocks[: len(keys)]) if page not in published), len(keys))
             keys = keys[:num_published]
-            yield Held(lease.position, shared_blocks=_leading(keys, self._seen))
+            yield Held(max(lease.position, lease.write_from), shared_blocks=_leading(keys, self._seen))
             self._seen.update(keys)
 
-    def _ended(self, checkpoints: tuple[Checkpoint, ...], counted: set[int | None]) -> list[Held]:
-        """What requests that ended or were preempted left for reuse, in whole blocks. `counted`: pages of other blocks."""
-        found = []
-        size = self.engine.layout.block_tokens
+    def _ended(self) -> Iterator[Held]:
+        """Full blocks that requests left for reuse that ended or were preempted."""
         for request in self._requests.values():
-            if request.state is RequestState.RUNNING or not request.peak_position:
-                continue
-            full, depth = self._left(request)
-            keys = self._block_keys(request, full * size)
-            shared = _leading(keys, self._seen)
-            self._seen.update(keys)
-            tail = encode(request.tokens[full * size : depth])
-            kept = {c.open_page for c in checkpoints if c.position == depth and c.tail == tail} if tail else set()
-            if kept - counted:  # the open block is kept too, and is neither published nor a running request's
-                counted |= kept
-                full += 1
-            found.append(Held(full * size, running=False, shared_blocks=shared))
-        return found
+            if request.state is not RequestState.RUNNING and request.peak_position:
+                full = self._left(request)
+                keys = self._block_keys(request, full * self.engine.layout.block_tokens)
+                yield Held(full * self.engine.layout.block_tokens, running=False, shared_blocks=_leading(keys, self._seen))
+                self._seen.update(keys)
 
-    def _left(self, request: Request) -> tuple[int, int]:
-        """Full blocks of an ended request that are still stored, and the position of its deepest checkpoint."""
-        ledger, size = self.engine.ledger, self.engine.layout.block_tokens
-        end = request.peak_position
+    def _left(self, request: Request) -> int:
+        """Full blocks of an ended request that are still stored."""
+        ledger, end = self.engine.ledger, request.peak_position
         stamp = (ledger.evictions, end)
         if request.id not in self._left_by or self._left_by[request.id][0] != stamp:
             hit = ledger.longest(request.tokens[:end], request.salt, limit=end)
-            self._left_by[request.id] = stamp, (min(hit.resident, end // size), hit.position)
+            self._left_by[request.id] = stamp, min(hit.resident, end // self.engine.layout.block_tokens)
         return self._left_by[request.id][1]
 
     def _block_keys(self, request: Request, num_tokens: int) -> list[int]:

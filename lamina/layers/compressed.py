@@ -91,7 +91,7 @@ class CompressedAttention:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D], cos and sin [T, r] at the rows' positions -> [T, D]."""
         weights, stores = self.weights, self.stores
-        parts = linear(x, weights.w_in).split(weights.splits, dim=-1)
+        parts = linear(x, weights.w_in).split_with_sizes(weights.splits, dim=-1)
         low = rounded(rms_norm(rounded(parts[0], self.dtype), weights.q_norm, self.eps), self.dtype)
         q = rounded(linear(low, weights.wq_b), self.dtype).view(-1, self.heads, self.dim)
         q = rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
@@ -122,7 +122,7 @@ class CompressedAttention:
             self._fold(
                 indexer.compressor, stores.index, stores.index_open, stores.index_next, parts[4], parts[5], phase, sequences
             )
-            if sequences.stops and max(sequences.stops) // self.ratio > indexer.top_k:
+            if sequences.longest // self.ratio > indexer.top_k:
                 queries = rounded(linear(low, indexer.wq_b), self.dtype).view(low.shape[0], indexer.heads, -1)
                 tail = queries[..., -cos.shape[-1] :]
                 tail.copy_(rotate(tail, cos[:, None], sin[:, None]))

@@ -1,8 +1,7 @@
-"""From codecs to memory formats, and from a layout to stores."""
+"""The stores that a model asks for: which fields of which memory, and how they are encoded."""
 
 from dataclasses import dataclass
 
-from lamina.memory.kinds import EntryFormat, Field
 from lamina.ops.store import EntryCodec
 
 
@@ -21,16 +20,6 @@ class StoreSpec:
 
     key: StoreKey
     codec: EntryCodec
-
-
-def entry_fields(codec: EntryCodec, rename: str | None = None) -> tuple[Field, ...]:
-    """The fields of a codec as the memory plan sees them; `rename` names the only field."""
-    return tuple(Field(rename or name, dtype, (elements,)) for name, dtype, elements in codec.fields)
-
-
-def entry_format(name: str, codec: EntryCodec) -> EntryFormat:
-    """The entry format of a codec."""
-    return EntryFormat(name, entry_fields(codec))
 
 
 def store_spec(layer: int, memory: str, codec: EntryCodec, field: str | None = None) -> StoreSpec:

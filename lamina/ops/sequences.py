@@ -1,9 +1,12 @@
 """The flat arrays of one step that the memory ops read: which rows belong together and where their past is stored.
 
-rows      | sequence 0: query_start[0] .. query_start[1] | sequence 1 ... | padding to a multiple of rows |
+rows      | sequence 0: first_row .. | sequence 1 ... | padding to a multiple of rows |
 sequence  start = tokens seen before the step; positions of its rows are start, start + 1, ...
+past      | does not exist | window and fold | start ...       log entries | are there, read only | are written |
+                           ^ valid_from                                                          ^ write_from
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +19,33 @@ TILE = 64
 def entry_columns(tile: int, ratio: int) -> int:
     """Entry columns for the queries of a tile: what its last position sees, in whole multiples of 64."""
     return -(-((tile + 1) * TILE // ratio) // 64) * 64
+
+
+def blocks_used(counts: tuple[int, ...], rows_per_block: int) -> int:
+    """Blocks that hold the entries of the longest of some logs with `counts` entries; at least one."""
+    return max(1, -(-max(counts) // rows_per_block))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [start, stop) of one sequence, in rows from first_row on.
+
+    table_row   its row of the block tables.
+    valid_from  nothing of its window and folds exists before this position.
+    write_from  entries that close at or before this position are in the log already, and are only read.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    table_row: int
+    valid_from: int = 0
+    write_from: int = 0
+
+    @property
+    def rows(self) -> slice:
+        """Its rows of the step."""
+        return slice(self.first_row, self.first_row + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +62,14 @@ class Tile:
 class Single:
     """Sequences with one row each in this step (decode) that have as many entry columns: they are computed together.
 
-    rows [B] and sequences [B] as tensors; the same sequences and their positions on the host.
+    rows, table_rows  [B] as tensors.   owners, positions, valid_from  sequences, the rows' positions, where the past begins.
     """
 
     rows: Tensor
-    sequences: Tensor
+    table_rows: Tensor
     owners: tuple[int, ...]
     positions: tuple[int, ...]
+    valid_from: tuple[int, ...]
     columns: int
 
 
@@ -51,7 +82,7 @@ class Groups:
     live      [G'] groups that continue one left open by an earlier step, and their sequences [G'].
     carried   [G''] groups that open in this step but whose predecessor was closed by an earlier one, and their sequences.
     after     [P], [P]: groups whose predecessor is in this step, and that predecessor.
-    closed    [C] groups that close; their sequences, entry numbers.
+    closed    [C] groups that close and whose entries are to be written; their table rows, entry numbers.
     open      [R'] last groups of their sequences that stay open, and their sequences; `ended` likewise for those that close.
     """
 
@@ -71,8 +102,9 @@ class Sequences:
 
     positions     [T] int64, padding included; rows from num_rows on are padding.
     row_multiple  products get a multiple of so many rows.
-    starts, stops, first_rows  of each sequence: tokens seen before and after the step, and its first row.
-    tables        [R, blocks] int64, the page of each block.   slots  [R, slot pages] int64; slot_pages the same on the host.
+    pieces        one a sequence.
+    tables        [table rows, blocks] int64, the page of each block; it is kept from step to step and has more than is in use.
+    slots         [R, slot pages] int64; slot_pages the same on the host.
     longer        tiles of the sequences with more than one row, one tuple a sequence.
     singles       for each compression ratio (0: no entries) the sequences with one row.
     groups        for each compression ratio the groups touched.
@@ -82,9 +114,7 @@ class Sequences:
     positions: Tensor
     num_rows: int
     row_multiple: int
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    first_rows: tuple[int, ...]
+    pieces: tuple[Piece, ...]
     tables: Tensor
     slots: Tensor
     slot_pages: tuple[tuple[int, ...], ...]
@@ -93,92 +123,101 @@ class Sequences:
     groups: dict[int, Groups]
     tails: dict[int, tuple[Tensor, Tensor, Tensor]]
 
-    def rows_of(self, sequence: int) -> slice:
-        """The rows of one sequence."""
-        first = self.first_rows[sequence]
-        return slice(first, first + self.stops[sequence] - self.starts[sequence])
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence after the step; 0 where there is none."""
+        return max((piece.stop for piece in self.pieces), default=0)
 
 
-def make_tiles(starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...]) -> tuple[tuple[Tile, ...], ...]:
+def make_tiles(pieces: tuple[Piece, ...]) -> tuple[tuple[Tile, ...], ...]:
     """The rows of each sequence that has more than one, cut at multiples of TILE positions."""
     found = []
-    for sequence, (start, stop, first) in enumerate(zip(starts, stops, first_rows, strict=True)):
+    for sequence, piece in enumerate(pieces):
         tiles = []
-        position = start
-        while position < stop and stop - start > 1:
-            end = min(stop, (position // TILE + 1) * TILE)
-            tiles.append(Tile(sequence, first + position - start, end - position, position // TILE))
+        position = piece.start
+        while position < piece.stop and piece.stop - piece.start > 1:
+            end = min(piece.stop, (position // TILE + 1) * TILE)
+            tiles.append(Tile(sequence, piece.first_row + position - piece.start, end - position, position // TILE))
             position = end
         if tiles:
             found.append(tuple(tiles))
     return tuple(found)
 
 
-def make_singles(
-    starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device
-) -> tuple[Single, ...]:
+def make_singles(pieces: tuple[Piece, ...], ratio: int, device: torch.device) -> tuple[Single, ...]:
     """The sequences with one row, by the number of their entry columns (ratio 0: none)."""
     alike: dict[int, list[int]] = {}
-    for sequence, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        if stop - start == 1:
-            alike.setdefault(entry_columns(start // TILE, ratio) if ratio else 0, []).append(sequence)
-    return tuple(
-        Single(
-            rows=torch.tensor([first_rows[sequence] for sequence in owners], device=device),
-            sequences=torch.tensor(owners, device=device),
-            owners=tuple(owners),
-            positions=tuple(starts[sequence] for sequence in owners),
-            columns=columns,
+    for sequence, piece in enumerate(pieces):
+        if piece.stop - piece.start == 1:
+            alike.setdefault(entry_columns(piece.start // TILE, ratio) if ratio else 0, []).append(sequence)
+    found = []
+    for columns, owners in alike.items():
+        own = [pieces[sequence] for sequence in owners]
+        places = torch.tensor([[piece.first_row for piece in own], [piece.table_row for piece in own]], device=device)
+        found.append(
+            Single(
+                rows=places[0],
+                table_rows=places[1],
+                owners=tuple(owners),
+                positions=tuple(piece.start for piece in own),
+                valid_from=tuple(piece.valid_from for piece in own),
+                columns=columns,
+            )
         )
-        for columns, owners in alike.items()
-    )
+    return tuple(found)
 
 
-def make_groups(
-    starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ratio: int, device: torch.device
-) -> Groups:
+def make_groups(pieces: tuple[Piece, ...], ratio: int, device: torch.device) -> Groups:
     """The groups of `ratio` tokens that rows [start, stop) of each sequence touch."""
     found: list[tuple[int, int, int, int, int]] = []  # (tokens, sequence, group, first row, first position)
-    for sequence, (start, stop, first) in enumerate(zip(starts, stops, first_rows, strict=True)):
-        for group in range(start // ratio, -(-stop // ratio)):
-            low, high = max(start, group * ratio), min(stop, (group + 1) * ratio)
-            found.append((high - low, sequence, group, first + low - start, low))
+    for sequence, piece in enumerate(pieces):
+        for group in range(piece.start // ratio, -(-piece.stop // ratio)):
+            low, high = max(piece.start, group * ratio), min(piece.stop, (group + 1) * ratio)
+            found.append((high - low, sequence, group, piece.first_row + low - piece.start, low))
     found.sort(key=lambda item: (-item[0], item[1], item[2]))
     index = {(item[1], item[2]): g for g, item in enumerate(found)}
     width = found[0][0] if found else 0
     rows = [[first + min(j, count - 1) for j in range(width)] for count, _, _, first, _ in found]
-    live, carried, after, closed, still_open, ended = [], [], [], [], [], []
+    live: list[tuple[int, int]] = []
+    carried: list[tuple[int, int]] = []
+    after: list[tuple[int, int]] = []
+    still_open: list[tuple[int, int]] = []
+    ended: list[tuple[int, int]] = []
+    closed: list[tuple[int, int, int]] = []
     for g, (count, sequence, group, _, low) in enumerate(found):
-        if low % ratio:
-            live.append((g, sequence))
-        elif (sequence, group - 1) in index:
+        piece, end = pieces[sequence], low + count
+        if (sequence, group - 1) in index:
             after.append((g, index[sequence, group - 1]))
-        elif low:
-            carried.append((g, sequence))
-        if (low + count) % ratio == 0:
-            closed.append((g, sequence, group))
-        if low + count == stops[sequence]:
-            (ended if (low + count) % ratio == 0 else still_open).append((g, sequence))
+        elif low > piece.valid_from:  # an earlier step left something of this group, or of the one before
+            (live if low % ratio else carried).append((g, sequence))
+        if end % ratio == 0 and end > piece.write_from:
+            assert not piece.valid_from or group * ratio >= piece.valid_from, "an entry is to be written whose tokens are lost"
+            closed.append((g, piece.table_row, group))
+        if end == piece.stop:
+            (ended if end % ratio == 0 else still_open).append((g, sequence))
 
-    def columns(items: list[tuple[int, ...]], width: int) -> tuple[Tensor, ...]:
-        return torch.tensor(items, dtype=torch.int64, device=device).reshape(-1, width).unbind(1)
+    def tensor(items: Sequence[Sequence[int]], width: int) -> Tensor:
+        return torch.tensor(items, dtype=torch.int64, device=device).reshape(-1, width)
 
+    def pairs(items: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        first, second = tensor(items, 2).unbind(1)
+        return first, second
+
+    closing, table_row, entry = tensor(closed, 3).unbind(1)
     return Groups(
-        rows=torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(found), width),
+        rows=tensor(rows, width) if found else torch.zeros(0, 0, dtype=torch.int64, device=device),
         counts=tuple(item[0] for item in found),
-        live=columns(live, 2), carried=columns(carried, 2), after=columns(after, 2), closed=columns(closed, 3),
-        open=columns(still_open, 2), ended=columns(ended, 2),
+        live=pairs(live), carried=pairs(carried), after=pairs(after), closed=(closing, table_row, entry),
+        open=pairs(still_open), ended=pairs(ended),
     )  # fmt: skip
 
 
-def make_tails(
-    starts: tuple[int, ...], stops: tuple[int, ...], first_rows: tuple[int, ...], ring: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def make_tails(pieces: tuple[Piece, ...], ring: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The last `ring` rows of each sequence, which sequence each belongs to, and where in a ring of that length it goes."""
     rows, owner, where = [], [], []
-    for sequence, (start, stop, first) in enumerate(zip(starts, stops, first_rows, strict=True)):
-        for position in range(max(start, stop - ring), stop):
-            rows.append(first + position - start)
+    for sequence, piece in enumerate(pieces):
+        for position in range(max(piece.start, piece.stop - ring), piece.stop):
+            rows.append(piece.first_row + position - piece.start)
             owner.append(sequence)
             where.append(position % ring)
     rows_t, owner_t, where_t = torch.tensor([rows, owner, where], dtype=torch.int64, device=device).unbind(0)

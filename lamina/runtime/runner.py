@@ -11,7 +11,7 @@ from lamina.ops.sample import SampleBatch, sample, token_logprobs
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
-from lamina.runtime.inputs import step_arrays
+from lamina.runtime.inputs import BlockTables, step_arrays
 from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
 
 _ONE_THREAD_TOKENS = 16
@@ -39,15 +39,18 @@ class Runner:
     """Runs steps of one model over one arena.
 
     rings         ring lengths of the model's windows.
+    max_requests  rows of the block tables: requests that run at once.
     row_multiple  products get a multiple of so many rows, which keeps a row's bits independent of the others; 1 pads nothing.
     """
 
     def __init__(
-        self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], device: torch.device, row_multiple: int = 1
-    ) -> None:
+        self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], max_requests: int, device: torch.device,
+        row_multiple: int = 1,
+    ) -> None:  # fmt: skip
         self.model = model
         self.arena = arena
         self.rings = rings
+        self.tables = BlockTables(max_requests, device)
         self.device = device
         self.multiple = row_multiple
 
@@ -66,12 +69,12 @@ class Runner:
         hidden = None
         prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(step.slices)
         if step.slices:
-            tokens, sequences = step_arrays(step.slices, self.model.ratios, self.rings, self.multiple, self.device)
+            tokens, sequences = step_arrays(step.slices, self.tables, self.model.ratios, self.rings, self.multiple, self.device)
             hidden = self.model.forward(tokens, sequences)
             self._keep_hidden(hidden, sequences)
             prompt_logprobs = tuple(
-                self._target_logprobs(hidden[sequences.rows_of(i)], part) if part.num_logprobs is not None else ()
-                for i, part in enumerate(step.slices)
+                self._target_logprobs(hidden[piece.rows], part) if part.num_logprobs is not None else ()
+                for piece, part in zip(sequences.pieces, step.slices, strict=True)
             )
         drawn, logprobs = self._sample(step, hidden)
         self.arena.run(step.copies_after)
@@ -81,7 +84,7 @@ class Runner:
         """The final hidden vector of each sequence's last row goes into its slot."""
         store = self.arena.hidden
         if store is not None:
-            last = torch.tensor([sequences.rows_of(i).stop - 1 for i in range(len(sequences.stops))], device=self.device)
+            last = torch.tensor([piece.rows.stop - 1 for piece in sequences.pieces], device=self.device)
             store.write_first(sequences.slots[:, store.slot_column], store.codec.encode(hidden[last]))
 
     def _padded_logits(self, rows: Tensor) -> Tensor:
@@ -103,7 +106,7 @@ class Runner:
     def _sample(self, step: Step, hidden: Tensor | None) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
         if not step.samples:
             return (), ()
-        stops = []
+        stops: list[int] = []
         for part in step.slices:
             stops.append((stops[-1] if stops else 0) + part.stop - part.start)
         rows = []

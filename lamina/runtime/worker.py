@@ -65,7 +65,7 @@ class Worker:
         if multiple is None:
             multiple = _FALLBACK_MULTIPLE
             event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
-        self.runner = Runner(self.model, self.arena, self.blueprint.rings, device, multiple)
+        self.runner = Runner(self.model, self.arena, self.blueprint.rings, self.config.max_requests, device, multiple)
 
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import EntryCodec, Store
-from lamina.runtime.inputs import step_arrays
+from lamina.runtime.inputs import BlockTables, step_arrays
 from lamina.schedule.step import Slice
 
 POISON = 255  # a byte that is NaN as fp32, bf16, e4m3 and e8m0
@@ -44,21 +44,29 @@ def bytes_of(store: Store) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens [start, stop) of a sequence whose log blocks and slot lie in these pages."""
+    """Tokens [start, stop) of a sequence whose log blocks and slot lie in these pages; the last two as in Slice."""
 
     start: int
     stop: int
     blocks: tuple[int, ...]
     slot: tuple[int, ...]
+    valid_from: int = 0
+    write_from: int = 0
 
 
 def arrays(parts: Sequence[Part], ratios: Sequence[int] = (), rings: Sequence[int] = ()) -> Sequences:
-    """The flat arrays of one step over `parts`, padded to a multiple of 8 rows."""
+    """The flat arrays of one step over `parts`, padded to a multiple of 8 rows; table rows are in another order."""
+    num_rows = len(parts) + 3
     slices = tuple(
-        Slice(number, part.start, part.stop, tuple(range(part.start, part.stop)), part.blocks, part.slot)
+        Slice(
+            number, part.start, part.stop, tuple(range(part.start, part.stop)), part.slot, len(parts) + 1 - number, 0,
+            part.blocks, part.write_from, part.valid_from,
+        )
         for number, part in enumerate(parts)
-    )
-    return step_arrays(slices, tuple(ratios), tuple(rings), 8, CPU)[1]
+    )  # fmt: skip
+    tables = BlockTables(num_rows, CPU)
+    tables.pages += max((page for part in parts for page in part.blocks), default=0)  # what others left behind
+    return step_arrays(slices, tables, tuple(ratios), tuple(rings), 8, CPU)[1]
 
 
 def places(parts: Sequence[Part]) -> list[tuple[int, int, int]]:

@@ -18,7 +18,10 @@ ROWS_PER_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step. lengths: (start, stop) of each sequence.   pick: entries chosen a query, None = all visible ones."""
+    """One step. lengths: (start, stop) of each sequence.   pick: entries chosen a query, None = all visible ones.
+
+    valid: where the past of each sequence's window begins; 0 where nothing is said.
+    """
 
     name: str
     lengths: tuple[tuple[int, int], ...]
@@ -29,6 +32,11 @@ class Case:
     dim: int = 24
     cache_format: str = "fp32"
     seed: int = 0
+    valid: tuple[int, ...] = ()
+
+    def valid_from(self, number: int) -> int:
+        """Where the past of one sequence's window begins."""
+        return self.valid[number] if self.valid else 0
 
 
 def cases() -> Iterator[Case]:
@@ -51,6 +59,15 @@ def cases() -> Iterator[Case]:
     for cache_format in ("fp8", "bf16"):
         yield Case(cache_format, ((0, 40), (140, 150), (300, 301)), 128, 4, 9, cache_format=cache_format, dim=96)
     yield Case("long, gathered", ((8300, 8303), (8400, 8401), (9000, 9001), (8190, 8200), (5, 6)), 32, 4, 12, dim=16)
+    # a past that begins with the step, one token, a tile or a window before it, or long ago
+    for size in (1, 2, 16, 64, 65, 128, 200):
+        starts = (1, 5, 64, 70, 128, 300, 300, 301, 400, 513, 600)
+        ages = (0, 1, 64, 3, 0, size - 1, size, 64, 0, 127, 500)
+        valid = tuple(max(0, start - age) for start, age in zip(starts, ages, strict=True))
+        ratio, pick = (4 if size % 2 else 0), (5 if size == 65 else None)
+        for count in (1, 3, 150):
+            lengths = tuple((start, start + count) for start in starts)
+            yield Case(f"{count} of a short past, window {size}", lengths, size, ratio, pick, valid=valid)
     yield Case("long, all", ((8300, 8303), (9000, 9001)), 32, 4, None, dim=16)
 
 
@@ -89,10 +106,10 @@ def build(case: Case, rows: ModuleType) -> World:
     parts, raw, packed = [], [], []
     for number, (start, stop) in enumerate(case.lengths):
         blocks = tuple(pages[number * blocks_each : number * blocks_each + -(-stop // ROWS_PER_BLOCK)])
-        parts.append(rows.Part(start, stop, blocks, (num + number, number)))
+        parts.append(rows.Part(start, stop, blocks, (num + number, number), case.valid_from(number), stop))
         stored, values = random_rows(codec, stop, case.dim, generator)
         raw.append(values)
-        held = torch.arange(max(0, start - case.size + 1), start)  # no older row is in the ring
+        held = torch.arange(max(case.valid_from(number), start - case.size + 1), start)  # no older row is in the ring
         window.write(torch.full_like(held, number), held % case.size, tuple(field[held] for field in stored))
         packed.append(torch.zeros(0, case.dim))
         if log is not None:
@@ -124,7 +141,7 @@ def expected(case: Case, world: World, rows: ModuleType) -> Tensor:
     """The definition: explicit visible rows, fp64 softmax with a sink that has no value."""
     out = torch.zeros(world.q.shape, dtype=torch.float64)
     for row, number, position in rows.places(world.parts):
-        seen = [world.raw[number][max(0, position - case.size + 1) : position + 1]]
+        seen = [world.raw[number][max(case.valid_from(number), position - case.size + 1) : position + 1]]
         if world.entries is not None:
             visible = range((position + 1) // case.ratio)
             if world.entries.selected is not None:
@@ -177,9 +194,10 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_company(case: Case, rows:
 
 @pytest.mark.parametrize("cut", [1, 2, 37, 64, 65, 129])
 @pytest.mark.parametrize("pick", [None, 6])
-def test_cuts_do_not_change_bits(cut: int, pick: int | None, rows: ModuleType) -> None:
-    """150 to 300 at once, and in steps of `cut` through the ring."""
-    case = Case("whole", ((150, 300),), 100, 4, pick)
+@pytest.mark.parametrize("valid", [(), (150,), (101,)])
+def test_cuts_do_not_change_bits(cut: int, pick: int | None, valid: tuple[int, ...], rows: ModuleType) -> None:
+    """150 to 300 at once, and in steps of `cut` through the ring; also where the window's past begins at 150 or 101."""
+    case = Case("whole", ((150, 300),), 100, 4, pick, valid=valid)
     world = build(case, rows)
     whole = run(case, world, rows)
     (part,) = world.parts
@@ -196,7 +214,7 @@ def test_cuts_do_not_change_bits(cut: int, pick: int | None, rows: ModuleType) -
             [replace(part, start=start, stop=stop)], [], [],
         )  # fmt: skip
         assert rows.same_bits(run(case, step, rows)[: len(mine)], whole[mine])
-        kept = torch.arange(max(start, stop - 100), stop)
+        kept = torch.arange(max(start, stop - 100), stop)  # older rows, and those before the past begins, stay NaN
         rows_kept = tuple(field[kept - 150] for field in world.own)
         world.window.write(torch.full_like(kept, part.slot[1]), kept % 100, rows_kept)
 

@@ -48,10 +48,10 @@ def build(rows: ModuleType, ratio: int, lengths: list[int], codec: EntryCodec, s
     )
 
 
-def step(rows: ModuleType, world: World, spans: list[tuple[int, int, int]]) -> None:
+def step(rows: ModuleType, world: World, spans: list[tuple[int, int, int]], valid_from: int = 0, write_from: int = 0) -> None:
     """Compresses tokens [start, stop) of sequence `number`, for each span (number, start, stop), in one call."""
     parts = [
-        rows.Part(start, stop, world.blocks[number][: -(-stop // 256)], (2 * number, 2 * number + 1))
+        rows.Part(start, stop, world.blocks[number][: -(-stop // 256)], (2 * number, 2 * number + 1), valid_from, write_from)
         for number, start, stop in spans
     ]
     sequences = rows.arrays(parts, [world.compressor.ratio])
@@ -187,3 +187,67 @@ def test_only_the_states_that_are_needed_are_kept(rows: ModuleType) -> None:
         step(rows, world, [(0, 0, stop)])
         kept: list[Store | None] = [world.compressor.open, world.compressor.next]
         assert tuple(store.bytes_written // store.row_bytes for store in kept if store is not None) == expected, (ratio, stop)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("start", [128, 129, 130, 131, 200, 251])
+@pytest.mark.parametrize("cut", [1, 3, 64, 1000])
+def test_folds_that_begin_in_the_middle(ratio: int, start: int, cut: int, rows: ModuleType) -> None:
+    """Nothing exists before `start`, the states are NaN: entries whose tokens are all there have the bits of a whole run.
+
+    An entry needs its group, and with overlap the one before it too. What closes at or before 384 is in the log and stays.
+    """
+    whole, late = build(rows, ratio, [700], FP32, seed=6), build(rows, ratio, [700], FP32, seed=6)
+    step(rows, whole, [(0, 0, 700)])
+    before = rows.bytes_of(late.compressor.log)
+    for at in range(start, 700, cut):
+        step(rows, late, [(0, at, min(700, at + cut))], valid_from=start, write_from=384)
+        if at + cut <= 384:
+            assert torch.equal(rows.bytes_of(late.compressor.log), before), "an entry that is there already was written"
+    assert late.compressor.log.bytes_written == (700 // ratio - 384 // ratio) * late.compressor.log.row_bytes
+    expected, found = entries(whole, 0, 700 // ratio), entries(late, 0, 700 // ratio)
+    assert rows.same_bits(found[384 // ratio :], expected[384 // ratio :])
+    assert found[: 384 // ratio].isnan().all(), "the log below 384 was never there in this test"
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_the_first_entry_that_is_right(ratio: int, rows: ModuleType) -> None:
+    """From 256 on: entry 256 / ratio lacks what the group before gives with overlap; the next one is right."""
+    whole, late = build(rows, ratio, [700], FP32, seed=7), build(rows, ratio, [700], FP32, seed=7)
+    step(rows, whole, [(0, 0, 700)])
+    step(rows, late, [(0, 256, 700)], valid_from=256)
+    first = 256 // ratio
+    expected, found = entries(whole, 0, 700 // ratio), entries(late, 0, 700 // ratio)
+    assert rows.same_bits(found[first + 1 :], expected[first + 1 :])
+    assert rows.same_bits(found[first], expected[first]) == (ratio == 128)
+    assert found[first].isfinite().all()
+
+
+def test_an_entry_with_unknown_tokens_is_never_written(rows: ModuleType) -> None:
+    """Its group begins before anything is known, and it is not said to be in the log: whoever planned that is wrong."""
+    world = build(rows, 4, [300], FP32)
+    with pytest.raises(AssertionError, match="tokens are lost"):
+        step(rows, world, [(0, 129, 140)], valid_from=129, write_from=128)
+    step(rows, world, [(0, 129, 140)], valid_from=129, write_from=132)
+
+
+def test_a_past_that_begins_late_beside_whole_ones(rows: ModuleType) -> None:
+    """Groups that continue, follow, begin anew and begin without a past, all in one call, bit for bit as alone."""
+    lengths, spans = [300] * 4, [(0, 130, 150), (1, 132, 150), (2, 0, 20), (3, 130, 150)]
+    both, alone = build(rows, 4, lengths, FP32, seed=8), build(rows, 4, lengths, FP32, seed=8)
+    for world in (both, alone):
+        step(rows, world, [(0, 0, 130), (1, 0, 132)])
+    parts = [
+        rows.Part(start, stop, both.blocks[number], (2 * number, 2 * number + 1), *((130, 136) if number == 3 else (0, 0)))
+        for number, start, stop in spans
+    ]
+    values, gates = (
+        torch.cat([*(x[number][start:stop] for number, start, stop in spans), torch.full((2, 2 * DIM), torch.nan)])
+        for x in (both.values, both.gates)
+    )
+    compress(both.compressor, values[:80], gates[:80], rows.arrays(parts, [4]))
+    for number, start, stop in spans[:3]:
+        step(rows, alone, [(number, start, stop)])
+    step(rows, alone, [spans[3]], valid_from=130, write_from=136)
+    for number, _, stop in spans:
+        assert raw_bytes(both, number, stop // 4) == raw_bytes(alone, number, stop // 4)

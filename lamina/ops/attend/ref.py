@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import padded_rows
-from lamina.ops.sequences import TILE, Sequences, Single, Tile, entry_columns
+from lamina.ops.sequences import TILE, Sequences, Single, Tile, blocks_used, entry_columns
 from lamina.ops.store import Store
 
 #: tiles that see more entries than this gather the selected ones a query at a time; others mask
@@ -46,13 +46,18 @@ def _zeros(rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _window_bias(position: int, count: int, size: int) -> Tensor:
-    """[count, window columns]: 0 where query position + i sees the column, else -inf."""
+def _window_bias(position: int, count: int, size: int, oldest: int) -> Tensor:
+    """[count, window columns]: 0 where query position + i sees the column, none older than `oldest` (see _oldest), else -inf."""
     base, columns = _window_columns(position, size)
     column = torch.arange(base, base + columns)
     query = torch.arange(position, position + count)[:, None]
-    seen = (column <= query) & (column > query - size) & (column >= 0)
+    seen = (column <= query) & (column > query - size) & (column >= oldest)
     return torch.where(seen, 0.0, -torch.inf)
+
+
+def _oldest(position: int, size: int, valid_from: int) -> int:
+    """The oldest position that a query may see by itself: valid_from, or 0 where no query of the tile looks back that far."""
+    return valid_from if valid_from > _window_columns(position, size)[0] else 0
 
 
 @lru_cache(maxsize=256)
@@ -63,9 +68,9 @@ def _entry_bias(position: int, count: int, ratio: int, columns: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _single_bias(positions: tuple[int, ...], size: int, ratio: int, columns: int) -> Tensor:
+def _single_bias(positions: tuple[int, ...], oldest: tuple[int, ...], size: int, ratio: int, columns: int) -> Tensor:
     """[B, 1, window columns + entry columns] for one query at each position; ratio 0 leaves the entries out."""
-    parts = [torch.stack([_window_bias(position, 1, size) for position in positions])]
+    parts = [torch.stack([_window_bias(position, 1, size, old) for position, old in zip(positions, oldest, strict=True)])]
     if ratio:
         parts.append(torch.stack([_entry_bias(position, 1, ratio, columns) for position in positions]))
     return torch.cat(parts, dim=-1)
@@ -149,20 +154,22 @@ class _Task:
     def attend_sequence(self, tiles: tuple[Tile, ...]) -> None:
         """All tiles of one sequence, one after another; its past is read once."""
         sequences, sequence, entries = self.sequences, tiles[0].sequence, self.entries
-        multiple = sequences.row_multiple
-        start, stop = sequences.starts[sequence], sequences.stops[sequence]
+        multiple, piece = sequences.row_multiple, sequences.pieces[sequence]
+        start, stop = piece.start, piece.stop
         base, _ = _window_columns(start, self.size)
         rows = self._window_rows((sequence,), (stop - 1) // TILE * TILE + TILE - base)[0]
         known = None
         if entries is not None:
             most = entry_columns(tiles[-1].index, entries.ratio)
-            known = entries.log.read_logs(sequences.tables[sequence : sequence + 1], (stop // entries.ratio,), most)
+            counts = (stop // entries.ratio,)
+            table = sequences.tables[piece.table_row : piece.table_row + 1, : blocks_used(counts, entries.log.rows_per_page)]
+            known = entries.log.read_logs(table, counts, most)
         for tile in tiles:
             own = slice(tile.row, tile.row + tile.count)
-            position = start + tile.row - sequences.first_rows[sequence]
+            position = start + tile.row - piece.first_row
             first, columns = _window_columns(position, self.size)
             near = rows[None, first - base : first - base + columns]
-            bias = _window_bias(position, tile.count, self.size)
+            bias = _window_bias(position, tile.count, self.size, _oldest(position, self.size, piece.valid_from))
             if entries is None or known is None:
                 self.out[own] = _attend_scopes(self.q[None, own], [near], bias[None], self.sink, multiple)[0]
                 continue
@@ -187,7 +194,7 @@ class _Task:
         _, columns = _window_columns(0, self.size)
         scopes, bias = [self._window_rows(single.owners, columns)], None
         if self.entries is None:
-            bias = _single_bias(single.positions, self.size, 0, 0)
+            bias = self._single_bias(single, 0)
         else:
             rows, bias = self._single_entries(self.entries, single)
             scopes.append(rows)
@@ -197,21 +204,27 @@ class _Task:
 
     def _single_entries(self, entries: EntryScope, single: Single) -> tuple[Tensor, Tensor]:
         """Rows [B, N, D] of the entries of B sequences with one query each, and the bias [B, 1, ...] of window and entries."""
-        tables = self.sequences.tables.index_select(0, single.sequences)
+        tables, log = self.sequences.tables, entries.log
         if entries.is_dense(single.columns):
             counts = tuple((position + 1) // entries.ratio for position in single.positions)
-            rows = entries.log.read_logs(tables, counts, single.columns)
+            used = tables[:, : blocks_used(counts, log.rows_per_page)].index_select(0, single.table_rows)
+            rows = log.read_logs(used, counts, single.columns)
             if entries.selected is None:
-                return rows, _single_bias(single.positions, self.size, entries.ratio, single.columns)
+                return rows, self._single_bias(single, entries.ratio)
             far = _selected_bias(entries.selected.index_select(0, single.rows), single.columns)
         else:
             assert entries.selected is not None
             selected = entries.selected.index_select(0, single.rows)
             wanted = selected.clamp(min=0)
-            pages = tables.gather(1, wanted // entries.log.rows_per_page)
-            rows = entries.log.read(pages.flatten(), (wanted % entries.log.rows_per_page).flatten()).view(*wanted.shape, -1)
+            pages = tables[single.table_rows[:, None], wanted // log.rows_per_page]
+            rows = log.read(pages.flatten(), (wanted % log.rows_per_page).flatten()).view(*wanted.shape, -1)
             far = torch.where(selected < 0, -torch.inf, 0.0)
-        return rows, torch.cat([_single_bias(single.positions, self.size, 0, 0), far[:, None]], dim=-1)
+        return rows, torch.cat([self._single_bias(single, 0), far[:, None]], dim=-1)
+
+    def _single_bias(self, single: Single, ratio: int) -> Tensor:
+        """[B, 1, ...] of the window, and of the entries unless ratio is 0."""
+        old = (_oldest(at, self.size, first) for at, first in zip(single.positions, single.valid_from, strict=True))
+        return _single_bias(single.positions, tuple(old), self.size, ratio, single.columns if ratio else 0)
 
     def _window_rows(self, owners: tuple[int, ...], columns: int) -> Tensor:
         """[B, columns, D]: the window columns of B sequences from the first of their first query's on; zeros where nothing is."""
@@ -219,14 +232,14 @@ class _Task:
         fields = []
         for field, own in enumerate(self.own):
             zeros = _zeros(columns, own.shape[1], own.dtype)
-            pieces = []
+            parts = []
             for sequence in owners:
-                start, stop = sequences.starts[sequence], sequences.stops[sequence]
-                base, _ = _window_columns(start, self.size)
-                oldest = max(0, start - self.size + 1)
+                piece = sequences.pieces[sequence]
+                base, _ = _window_columns(piece.start, self.size)
+                oldest = max(piece.valid_from, piece.start - self.size + 1)
                 page = sequences.slot_pages[sequence][window.slot_column]
-                pieces.append(zeros[: oldest - base])
-                pieces += window.ring_rows(field, page, oldest, start)
-                pieces += [own[sequences.rows_of(sequence)], zeros[: base + columns - stop]]
-            fields.append(torch.cat(pieces))
+                parts.append(zeros[: oldest - base])
+                parts += window.ring_rows(field, page, oldest, piece.start)
+                parts += [own[piece.rows], zeros[: base + columns - piece.stop]]
+            fields.append(torch.cat(parts))
         return window.codec.decode(tuple(fields)).view(len(owners), columns, -1)

@@ -95,12 +95,12 @@ def compress(compressor: Compressor, values: Tensor, gates: Tensor, sequences: S
         _save(ahead, groups.ended, compressor.open, sequences.slots)
         _save(ahead, groups.open, compressor.next, sequences.slots)
     _save(state, groups.open, compressor.open, sequences.slots)
-    group, sequence, entry = groups.closed
+    group, table_row, entry = groups.closed
     if group.numel() == 0:
         return
     done = state[group]
     cos, sin = rope_tables(entry * compressor.ratio, compressor.inv_freq)
     entries = entry_norm_rope(done[:, 2] / done[:, 1], compressor.norm, cos, sin, compressor.eps)
     log = compressor.log
-    pages = sequences.tables[sequence, entry // log.rows_per_page]
+    pages = sequences.tables[table_row, entry // log.rows_per_page]
     log.write(pages, entry % log.rows_per_page, log.codec.encode(entries))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import padded_rows
-from lamina.ops.sequences import Sequences, entry_columns
+from lamina.ops.sequences import Sequences, blocks_used, entry_columns
 from lamina.ops.store import Store
 
 #: up to so many rows a whole stable sort takes less time than the search for ties; the result is the same
@@ -48,20 +48,20 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
     queries  [T, Hi, d] fp32, rotated and in the keys' basis and precision.   weights  [T, Hi] fp32.   keys  their log.
     Returns  [T, top_k] int64, entry numbers ascending, then -1; None if no query sees more than top_k entries.
     """
-    if not sequences.stops or max(sequences.stops) // ratio <= top_k:
+    if sequences.longest // ratio <= top_k:
         return None
     visible = (sequences.positions + 1) // ratio
     every = torch.arange(top_k, device=queries.device)
     selected = torch.where(every < visible[:, None], every, -1)
     for tiles in sequences.longer:
-        sequence, decoded = tiles[0].sequence, None
-        start, stop, first = sequences.starts[sequence], sequences.stops[sequence], sequences.first_rows[sequence]
+        piece, decoded = sequences.pieces[tiles[0].sequence], None
         for tile in tiles:
-            if (start + tile.row + tile.count - first) // ratio <= top_k:
+            if (piece.start + tile.row + tile.count - piece.first_row) // ratio <= top_k:
                 continue
             if decoded is None:
-                tables = sequences.tables[sequence : sequence + 1]
-                decoded = keys.read_logs(tables, (stop // ratio,), entry_columns(tiles[-1].index, ratio))
+                count, row = (piece.stop // ratio,), piece.table_row
+                table = sequences.tables[row : row + 1, : blocks_used(count, keys.rows_per_page)]
+                decoded = keys.read_logs(table, count, entry_columns(tiles[-1].index, ratio))
             own = slice(tile.row, tile.row + tile.count)
             columns = entry_columns(tile.index, ratio)
             scores = _scores(queries[None, own], weights[None, own], decoded[:, :columns], sequences.row_multiple)[0]
@@ -69,7 +69,8 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
     for single in sequences.singles[ratio]:  # one query each: the same products, batched
         counts = tuple((position + 1) // ratio for position in single.positions)
         if max(counts) > top_k:
-            rows = keys.read_logs(sequences.tables.index_select(0, single.sequences), counts, single.columns)
+            tables = sequences.tables[:, : blocks_used(counts, keys.rows_per_page)].index_select(0, single.table_rows)
+            rows = keys.read_logs(tables, counts, single.columns)
             scores = _scores(queries[single.rows, None], weights[single.rows, None], rows, sequences.row_multiple)[:, 0]
             selected[single.rows] = _select(scores, visible[single.rows], top_k)
     return selected
