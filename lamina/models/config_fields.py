@@ -1,5 +1,6 @@
 """Reading a checkpoint's config.json with errors that name the field."""
 
+import sys
 from collections.abc import Mapping
 
 from lamina.base.errors import ConfigError
@@ -30,7 +31,7 @@ class ConfigFields:
         value = self.get(*names)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= sys.float_info.max:
             raise ConfigError(self.prefix + names[0], value, f"a number of at least {low}")
         return float(value)
 

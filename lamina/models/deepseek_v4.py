@@ -1,4 +1,4 @@
-"""DeepSeek-V4: what its layers remember, its weights, and the forward pass.
+"""DeepSeek-V4: its stores, its weights, and the forward pass. What its layers remember is in `deepseek_v4_memory`.
 
 ids -> embedding, copied into S residual streams
 each layer:  streams -> mix -> norm -> attention -> mix back;  streams -> mix -> norm -> experts -> mix back
@@ -12,77 +12,38 @@ import torch
 from torch import Tensor
 
 from lamina.layers.compressed import AttentionStores, AttentionWeights, CompressedAttention, CompressorWeights, IndexerWeights
-from lamina.layers.entries import StoreKey, StoreSpec, entry_fields, entry_format, store_spec
+from lamina.layers.entries import StoreKey, StoreSpec, store_spec
 from lamina.layers.moe import MixtureOfExperts
 from lamina.layers.rounding import activation_dtype, rounded
-from lamina.memory.kinds import Field, Fold, Log, Memory, Window
 from lamina.models.deepseek_v4_config import Config, Rope
+from lamina.models.deepseek_v4_memory import INDEXED, Formats, entries_name, memories
 from lamina.models.deepseek_v4_names import NAMES
 from lamina.ops.gemm import linear, prepared
 from lamina.ops.hyper import Mixer, hyper_head, hyper_post, hyper_pre
-from lamina.ops.rope_norm import inverse_frequencies, rms_norm, rope_tables
+from lamina.ops.rope_norm import Yarn, inverse_frequencies, rms_norm, rope_tables
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import StateCodec, Store, attention_codec, index_codec
 from lamina.weights.loader import Checkpoint
 
-__all__ = ["NAMES", "Formats", "Model", "hidden_field", "load_model", "memories", "store_specs"]
-_INDEXED = 4  # the ratio whose entries overlap and are chosen by an index
-
-
-def _entries(ratio: int) -> str:
-    return f"c{ratio}"
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """How entries and index keys are stored."""
-
-    cache_format: str
-    index_format: str
+__all__ = ["NAMES", "Model", "load_model", "store_specs"]
 
 
 def store_specs(config: Config, formats: Formats) -> tuple[StoreSpec, ...]:
-    """Every store of every layer, with its codec."""
+    """Every store of every layer, with its codec: one for the entries of a memory, one for each field of a fold."""
     entry = attention_codec(formats.cache_format, config.head_dim, config.rope_dim)
     state, index_state = StateCodec(3 * config.head_dim), StateCodec(3 * config.index_dim)
+    codecs = {"window": entry, "c4": entry, "c128": entry}
+    if INDEXED in config.ratios:
+        codecs["index"] = index_codec(formats.index_format, config.index_dim)
+    states = {"c4_fold": state, "c128_fold": state, "index_fold": index_state}
     specs = []
-    for layer, ratio in enumerate(config.ratios):
-        specs.append(store_spec(layer, "window", entry))
-        if ratio:
-            specs.append(store_spec(layer, _entries(ratio), entry))
-            specs.append(store_spec(layer, f"{_entries(ratio)}_fold", state, "open"))
-        if ratio == _INDEXED:
-            specs.append(store_spec(layer, f"{_entries(ratio)}_fold", state, "next"))
-            specs.append(store_spec(layer, "index", index_codec(formats.index_format, config.index_dim)))
-            specs.append(store_spec(layer, "index_fold", index_state, "open"))
-            specs.append(store_spec(layer, "index_fold", index_state, "next"))
+    for memory in memories(config, formats):
+        if memory.name in codecs:
+            specs.append(store_spec(memory.layer, memory.name, codecs[memory.name]))
+        else:
+            for part in memory.slot_parts(0):
+                specs.append(store_spec(memory.layer, memory.name, states[memory.name], part.field.name))
     return tuple(specs)
-
-
-def memories(config: Config, formats: Formats) -> tuple[Memory, ...]:
-    """What each layer remembers."""
-    entry = entry_format(formats.cache_format, attention_codec(formats.cache_format, config.head_dim, config.rope_dim))
-    state, index_state = StateCodec(3 * config.head_dim), StateCodec(3 * config.index_dim)
-    kept: list[Memory] = []
-    for layer, ratio in enumerate(config.ratios):
-        kept.append(Window("window", layer, entry, config.window))
-        if ratio == _INDEXED:
-            index = entry_format(formats.index_format, index_codec(formats.index_format, config.index_dim))
-            both = (*entry_fields(state, "open"), *entry_fields(state, "next"))
-            index_both = (*entry_fields(index_state, "open"), *entry_fields(index_state, "next"))
-            kept.append(Log(_entries(ratio), layer, entry, ratio))
-            kept.append(Log("index", layer, index, ratio))
-            kept.append(Fold(f"{_entries(ratio)}_fold", layer, both, ratio, carry=("open",)))
-            kept.append(Fold("index_fold", layer, index_both, ratio, carry=("open",)))
-        elif ratio:
-            kept.append(Log(_entries(ratio), layer, entry, ratio))
-            kept.append(Fold(f"{_entries(ratio)}_fold", layer, entry_fields(state, "open"), ratio))
-    return tuple(kept)
-
-
-def hidden_field(config: Config) -> Field:
-    """The final hidden vector that a slot keeps for its last token."""
-    return Field("hidden", "fp32", (config.hidden_size,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +121,11 @@ class Model:
 
 
 def _frequencies(config: Config, rope: Rope) -> Tensor:
-    return inverse_frequencies(config.rope_dim, rope.theta, rope.yarn)
+    scaling = rope.yarn
+    yarn = None
+    if scaling is not None:
+        yarn = Yarn(scaling.factor, scaling.original_positions, scaling.beta_fast, scaling.beta_slow)
+    return inverse_frequencies(config.rope_dim, rope.theta, yarn)
 
 
 def load_model(
@@ -228,7 +193,7 @@ class _Loader:
         compressor = indexer = None
         if ratio:
             compressor = self.compressor(prefix + "compressor.", ratio, dim, projections)
-        if ratio == _INDEXED:
+        if ratio == INDEXED:
             keys = self.compressor(prefix + "indexer.compressor.", ratio, config.index_dim, projections)
             projections.append(self.take(prefix + "indexer.weights_proj.weight", (config.index_heads, width)))
             wq_b = prepared(
@@ -256,7 +221,7 @@ class _Loader:
         )  # fmt: skip
 
     def compressor(self, prefix: str, ratio: int, dim: int, projections: list[Tensor]) -> CompressorWeights:
-        width = dim * (2 if ratio == _INDEXED else 1)
+        width = dim * (2 if ratio == INDEXED else 1)
         projections.append(self.take(prefix + "wkv.weight", (width, self.config.hidden_size)))
         projections.append(self.take(prefix + "wgate.weight", (width, self.config.hidden_size)))
         return CompressorWeights(ape=self.take(prefix + "ape", (ratio, width)), norm=self.take(prefix + "norm.weight", (dim,)))
@@ -266,9 +231,9 @@ class _Loader:
         ratio = self.config.ratios[layer]
         by_memory = {memory: store for (memory, fields), store in own.items() if not memory.endswith("_fold")}
         folds = {(memory, fields[0]): store for (memory, fields), store in own.items() if memory.endswith("_fold")}
-        fold = f"{_entries(ratio)}_fold"
+        fold = f"{entries_name(ratio)}_fold"
         return AttentionStores(
-            window=by_memory["window"], entries=by_memory.get(_entries(ratio)), fold_open=folds.get((fold, "open")),
+            window=by_memory["window"], entries=by_memory.get(entries_name(ratio)), fold_open=folds.get((fold, "open")),
             fold_next=folds.get((fold, "next")), index=by_memory.get("index"), index_open=folds.get(("index_fold", "open")),
             index_next=folds.get(("index_fold", "next")),
         )  # fmt: skip

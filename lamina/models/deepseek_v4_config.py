@@ -1,13 +1,22 @@
-"""DeepSeek-V4's config.json, in either spelling: the official one, or what Transformers writes."""
+"""DeepSeek-V4's config.json, in either spelling: the official one, or what Transformers writes. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.base.errors import ConfigError
 from lamina.models.config_fields import ConfigFields
-from lamina.ops.rope_norm import Yarn
 
 _TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Frequency interpolation for long contexts."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +24,7 @@ class Rope:
     """Rotary embedding of one layer type."""
 
     theta: float
-    yarn: Yarn | None
+    yarn: YarnScaling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,42 @@ class Config:
     norm_eps: float
     max_positions: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The blocks that draft tokens ahead.
+
+    blocks  how many are stored.   taps  layers of the main model whose outputs feed them (DSpark), 0 for a block that is fed
+    the last residual streams (MTP).   markov_rank  width of DSpark's Markov head.
+    """
+
+    blocks: int
+    taps: int = 0
+    markov_rank: int = 0
+
+
+def parse_draft(values: Mapping[str, object], config: Config) -> Draft:
+    """The draft blocks of a checkpoint: as many as the schedule has entries beyond the layers, whatever else is said.
+
+    Without a schedule `num_nextn_predict_layers` counts. A block is DSpark's where the config has `dspark_block_size`.
+    """
+    fields = ConfigFields(values)
+    listed = fields.items("compress_ratios")
+    if listed is not None:
+        blocks = len(listed) - config.num_layers
+        beyond = [ratio for ratio in listed[config.num_layers :] if ratio != 0]
+        if beyond:
+            raise ConfigError("compress_ratios", beyond[0], f"0 beyond the {config.num_layers} layers")
+    else:
+        blocks = fields.integer("num_nextn_predict_layers", default=1, high=100)
+    if not blocks or fields.get("dspark_block_size") is None:
+        return Draft(blocks)
+    fields.integer("dspark_block_size", low=1)
+    taps = fields.items("dspark_target_layer_ids") or []
+    if not taps or any(not isinstance(tap, int) or isinstance(tap, bool) or not 0 <= tap < config.num_layers for tap in taps):
+        raise ConfigError("dspark_target_layer_ids", taps, f"a list of layers below {config.num_layers}")
+    return Draft(blocks, len(taps), fields.integer("dspark_markov_rank", low=1))
 
 
 def parse_config(values: Mapping[str, object]) -> Config:
@@ -111,6 +156,8 @@ def _rope_dim(fields: ConfigFields, head_dim: int) -> int:
         main = nested.nested("main") if nested is not None else None
         source = main if main is not None and main.get("partial_rotary_factor") is not None else fields
         factor = source.number("partial_rotary_factor", default=64 / 512)
+        if factor > 1:
+            raise ConfigError(fields.prefix + "partial_rotary_factor", factor, "a number up to 1")
     dim = int(head_dim * factor) if factor is not None else fields.integer("qk_rope_head_dim", low=2)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise ConfigError("qk_rope_head_dim", dim, f"an even number up to head_dim ({head_dim})")
@@ -137,7 +184,7 @@ def _ratios(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
             if ratio:
                 rates.must_be(name, ratio)
     for layer, kind in enumerate(types):
-        if kind not in _TYPES:
+        if not isinstance(kind, str) or kind not in _TYPES:
             raise ConfigError(f"layer_types[{layer}]", kind, f"one of {', '.join(_TYPES)}")
     return tuple(_TYPES[str(kind)] for kind in types[:num_layers])
 
@@ -155,14 +202,14 @@ def _hash_layers(fields: ConfigFields, num_layers: int) -> int:
     return count
 
 
-def _yarn(fields: ConfigFields) -> Yarn | None:
+def _yarn(fields: ConfigFields) -> YarnScaling | None:
     kind = fields.get("rope_type", "type")
     if kind is None or kind == "default":
         return None
     if kind != "yarn":
         raise ConfigError(fields.prefix + "type", kind, "yarn or default")
     fields.must_be("attention_factor", 1.0)
-    return Yarn(
+    return YarnScaling(
         factor=fields.number("factor", low=1.0),
         original_positions=fields.integer("original_max_position_embeddings", low=1),
         beta_fast=fields.number("beta_fast", default=32.0),

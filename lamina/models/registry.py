@@ -1,4 +1,4 @@
-"""Which families of models there are. One line each."""
+"""Which families of models run. One line each; `families.py` has those whose memory is known."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.memory.kinds import Field, Memory
 from lamina.models import deepseek_v4
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
+from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import Store
 from lamina.weights.loader import Checkpoint
@@ -63,7 +64,7 @@ StoreMaker = Callable[[StoreSpec], Store]
 
 def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: str) -> Blueprint:
     config = parse_deepseek_v4(values)
-    formats = deepseek_v4.Formats(cache_format, index_format)
+    formats = Formats(cache_format, index_format)
     specs = {spec.key: spec for spec in deepseek_v4.store_specs(config, formats)}
 
     def load(checkpoint: Checkpoint, dtype: str, make: StoreMaker) -> LoadedModel:
@@ -73,7 +74,7 @@ def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: 
         return deepseek_v4.load_model(config, checkpoint, dtype, store, formats)
 
     return Blueprint(
-        memories=deepseek_v4.memories(config, formats), hidden=deepseek_v4.hidden_field(config), rings=(config.window,),
+        memories=memories(config, formats), hidden=hidden_field(config), rings=(config.window,),
         vocab_size=config.vocab_size, max_positions=config.max_positions, eos_token_ids=config.eos_token_ids,
         names=deepseek_v4.NAMES, load=load,
     )  # fmt: skip

@@ -1,16 +1,17 @@
 """The definition, in plain PyTorch.
 
-A codec lists its fields as (name, dtype, elements a row) and turns fp32 [N, width] into one tensor a field and back.
-One-byte formats travel as uint8, because moving rows needs no arithmetic.
+A codec lists its fields, taken from `base.formats`, as (name, dtype, elements a row), and turns fp32 [N, width] into one
+tensor a field and back. One-byte formats travel as uint8, because moving rows needs no arithmetic.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.base.errors import ConfigError
+from lamina.base.formats import FP4_BLOCK, FP8_BLOCK, FieldData, attention_entry, index_key, vector
 from lamina.ops.quantise import (
     dequantise_fp4,
     dequantise_fp8,
@@ -21,9 +22,9 @@ from lamina.ops.quantise import (
     quantise_fp8_row,
 )
 
-FP8_BLOCK = 64
-FP4_BLOCK = 32
-_SCALE_PAD = 8
+
+def _flat(fields: tuple[FieldData, ...]) -> tuple[tuple[str, str, int], ...]:
+    return tuple((name, dtype, math.prod(shape)) for name, dtype, shape in fields)
 
 
 class EntryCodec(Protocol):
@@ -58,7 +59,7 @@ class StateCodec:
     @property
     def fields(self) -> tuple[tuple[str, str, int], ...]:
         """One field with the row."""
-        return (("row", self.dtype, self.width),)
+        return _flat(vector(self.dtype, self.width))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """fp32 [N, width] -> the row in its stored type."""
@@ -79,9 +80,7 @@ class AttentionCodec:
     @property
     def fields(self) -> tuple[tuple[str, str, int], ...]:
         """nope e4m3, rope bf16, scale e8m0 padded to a multiple of 8."""
-        nope = self.width - self.rope
-        scales = -(-nope // FP8_BLOCK)
-        return (("nope", "e4m3", nope), ("rope", "bf16", self.rope), ("scale", "e8m0", -(-scales // _SCALE_PAD) * _SCALE_PAD))
+        return _flat(attention_entry("fp8", self.width, self.rope))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """fp32 [N, width] -> codes, rotated dims, scales."""
@@ -111,9 +110,7 @@ class IndexCodec:
     @property
     def fields(self) -> tuple[tuple[str, str, int], ...]:
         """code and scale."""
-        if self.format == "fp8":
-            return (("code", "e4m3", self.width), ("scale", "fp32", 1))
-        return (("code", "e2m1", self.width), ("scale", "e8m0", -(-self.width // FP4_BLOCK)))
+        return _flat(index_key(self.format, self.width))
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """fp32 [N, width] -> codes and scales of the Hadamard product."""
@@ -133,24 +130,14 @@ class IndexCodec:
 
 def attention_codec(cache_format: str, width: int, rope: int) -> EntryCodec:
     """The codec of `cache_format` fp8 | bf16 | fp32 for entries of `width` dims, the last `rope` of them rotated."""
-    if cache_format == "fp8":
-        if rope >= width:
-            raise ConfigError("cache_format", cache_format, f"bf16 or fp32 where all {width} dims of an entry are rotated")
-        return AttentionCodec(width, rope)
-    if cache_format in ("bf16", "fp32"):
-        return StateCodec(width, cache_format)
-    raise ConfigError("cache_format", cache_format, "fp8, bf16 or fp32")
+    attention_entry(cache_format, width, rope)  # refuses what cannot be
+    return AttentionCodec(width, rope) if cache_format == "fp8" else StateCodec(width, cache_format)
 
 
 def index_codec(index_format: str, width: int) -> EntryCodec:
     """The codec of `index_format` fp4 | fp8 | bf16 | fp32 for index keys of `width` dims."""
-    if index_format in ("fp4", "fp8"):
-        if width & (width - 1):
-            raise ConfigError("index_format", index_format, f"bf16 or fp32 where index_head_dim ({width}) is no power of two")
-        return IndexCodec(width, index_format)
-    if index_format in ("bf16", "fp32"):
-        return StateCodec(width, index_format)
-    raise ConfigError("index_format", index_format, "fp4, fp8, bf16 or fp32")
+    index_key(index_format, width)  # refuses what cannot be
+    return IndexCodec(width, index_format) if index_format in ("fp4", "fp8") else StateCodec(width, index_format)
 
 
 class Store:
