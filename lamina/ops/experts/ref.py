@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
+from lamina.ops.experts.packed import Activation
 from lamina.ops.gemm import linear, padded_rows
+from lamina.ops.quantise import dequantise_fp4, dequantise_fp8, quantise_fp8
+
+_ACTIVATION_BLOCK = 128
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
@@ -41,3 +45,43 @@ def experts(
             weight[: len(own)] = share.index_select(0, at)
             out.index_add_(0, rows, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[: len(own)])
     return out
+
+
+def experts_fp4(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: tuple[Tensor, Tensor],
+    down: tuple[Tensor, Tensor],
+    limit: float,
+    activation: Activation = "fp8",
+) -> Tensor:
+    """`experts` from FP4 weights as they are stored, with activations rounded before both products.
+
+    x [T, D] bf16, fp32 or fp64; the products are in fp64 if x is, else in fp32.
+    chosen [T, k]; below 0 or past the last is nobody's.   weights [T, k].
+    gate_up   packed u8 [E, 2I, D/2], gate rows first, and e8m0 u8 [E, 2I, D/32].   down  u8 [E, D, I/2] and u8 [E, D, I/32].
+    activation  fp8: e4m3 with a power-of-two scale for every 128.   bf16: nearest bf16.   The SwiGLU's result is rounded to x's
+    dtype before.   Returns [T, D] in the dtype of the products, the experts of a token added in ascending order.
+    """
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = torch.zeros(x.shape, dtype=exact, device=x.device)
+    rows_of_x = _rounded(x, activation, exact)
+    for expert in range(gate_up[0].shape[0]):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
+        first, second = (dequantise_fp4(codes[expert], scales[expert]).to(exact) for codes, scales in (gate_up, down))
+        gate, up = (rows_of_x[token] @ first.t()).chunk(2, dim=-1)
+        if limit > 0:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        act = gate / (1 + torch.exp(-gate)) * up * weights[token, place, None].to(exact)
+        out.index_add_(0, token, _rounded(act.to(x.dtype), activation, exact) @ second.t())
+    return out
+
+
+def _rounded(x: Tensor, activation: Activation, exact: torch.dtype) -> Tensor:
+    """The values that a product sees."""
+    if activation == "bf16":
+        return x.to(torch.bfloat16).to(exact)
+    return dequantise_fp8(*quantise_fp8(x, _ACTIVATION_BLOCK), _ACTIVATION_BLOCK).to(exact)
