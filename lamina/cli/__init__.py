@@ -7,12 +7,12 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import NoReturn
 
-import lamina
 from lamina.base.errors import LaminaError
-from lamina.cli import demo, generate, tiny
-from lamina.cli.options import HelpFormatter
+from lamina.base.version import __version__
+from lamina.cli.formatter import HelpFormatter
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 _DESCRIPTION = """\
@@ -23,10 +23,21 @@ Start here:
   lamina demo                                   the whole thing on a tiny model made on the spot
   lamina tiny tiny-model                        write that tiny model
   lamina generate --model tiny-model --prompt "Hello" --memory
+  lamina plan tiny-model --memory 8GiB          where every byte goes, before anything is loaded
 
 `lamina COMMAND --help` explains a command.
 Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 """
+
+
+#: what each command does, in a line; its module is loaded only if it is the one
+COMMANDS = {
+    "generate": "generate text from one or more prompts",
+    "plan": "say where every byte of memory goes, from a config.json alone",
+    "doctor": "say whether a checkpoint runs on this machine, and with what limits",
+    "tiny": "write a tiny checkpoint with random weights",
+    "demo": "make a tiny model, generate from two prompts and show what every byte was for",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,18 +48,25 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_EXIT_USAGE, f"error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser with all commands; each sets `run`, a function from the parsed arguments to an exit code."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser with all commands; each sets `run`, a function from the parsed arguments to an exit code.
+
+    only  the command whose options are wanted; None: those of all.
+    """
     parser = _Parser(
         prog="lamina", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=HelpFormatter, allow_abbrev=False, add_help=False
     )
     about = parser.add_argument_group("options")
     about.add_argument("-h", "--help", action="help", help="show this and exit")
-    about.add_argument("--version", action="version", version=f"lamina {lamina.__version__}", help="show the version and exit")
+    about.add_argument("--version", action="version", version=f"lamina {__version__}", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for name, module in (("generate", generate), ("tiny", tiny), ("demo", demo)):
+    for name, text in COMMANDS.items():
+        if only not in (None, name):
+            commands.add_parser(name, help=text, add_help=False)
+            continue
+        module = import_module(f"{__name__}.{name}")
         command = commands.add_parser(
-            name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG, formatter_class=HelpFormatter,
+            name, help=text, description=module.DESCRIPTION, epilog=module.EPILOG, formatter_class=HelpFormatter,
             allow_abbrev=False, add_help=False,
         )  # fmt: skip
         module.add_options(command)
@@ -58,10 +76,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(next((word for word in given if word in COMMANDS), ""))
+    args = parser.parse_args(given)
     if args.command is None:
-        parser.error("a command is needed: generate, tiny or demo")
+        parser.error(f"a command is needed: {', '.join(COMMANDS)}")
     try:
         with _log_lines((logging.WARNING, logging.INFO, logging.DEBUG)[min(args.verbose, 2)]):
             code: int = args.run(args)
@@ -87,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _log_lines(level: int) -> Iterator[None]:
     """Lamina's own log lines go to stderr, from this level up."""
-    logger, handler = logging.getLogger(lamina.__name__), logging.StreamHandler(sys.stderr)
+    logger, handler = logging.getLogger("lamina"), logging.StreamHandler(sys.stderr)
     before = logger.level
     logger.setLevel(level)
     logger.addHandler(handler)

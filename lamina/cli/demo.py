@@ -10,12 +10,12 @@ from pathlib import Path
 
 from lamina import SamplingParams
 from lamina.base.config import EngineConfig
+from lamina.cli.formatter import make_printable
 from lamina.cli.options import add_common
 from lamina.cli.report import moment, table
-from lamina.cli.serve import load, make_printable, serve
+from lamina.cli.serve import load, serve
 from lamina.models.tiny import write_tiny
 
-HELP = "make a tiny model, generate from two prompts and show what every byte was for"
 DESCRIPTION = """\
 Makes a tiny checkpoint in the official layout, loads it, and generates from two prompts at once:
 a short one, and one of about 1,500 tokens (lamina/cli/demo_prompt.txt). Then prints one table:

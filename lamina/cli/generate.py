@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from lamina.base.errors import ConfigError
+from lamina.cli.formatter import make_printable
 from lamina.cli.options import (
     add_common,
     add_engine,
@@ -14,9 +15,8 @@ from lamina.cli.options import (
     sampling_params,
 )
 from lamina.cli.report import closing_line, logprob_lines, table, to_json
-from lamina.cli.serve import Served, load, make_printable, serve
+from lamina.cli.serve import Served, load, serve
 
-HELP = "generate text from one or more prompts"
 DESCRIPTION = """\
 Generates from all prompts together. Text streams to stdout as it comes: the first unfinished
 output live, the others one after the other behind it, under a heading each if there are several.

@@ -16,13 +16,6 @@ _MAX_TOKENS = 128
 _DETERMINISTIC: dict[str, bool | str] = {"strict": "strict", "true": True, "false": False}
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Texts as they are written, options in a column wide enough for their names."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
-
-
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """A prompt option as it was typed: `kind` is prompt, prompt-file or prompt-ids."""
@@ -148,6 +141,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="most tokens of a request, output included (default: the model's limit, or what the memory holds)",
     )
     group.add_argument(
+        "--checkpoint-interval",
+        type=int,
+        metavar="N",
+        help="keep a point to resume from every N tokens (default: only at ends, and where requests part)",
+    )
+    group.add_argument(
         "--deterministic",
         choices=tuple(_DETERMINISTIC),
         default="strict",
@@ -183,6 +182,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         cache_bytes=args.cache_bytes,
         max_step_tokens=args.max_step_tokens,
         max_model_len=args.max_model_len,
+        checkpoint_interval=args.checkpoint_interval,
         deterministic=_DETERMINISTIC[args.deterministic],
     )
 

@@ -7,8 +7,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-import lamina
 from lamina import CompletionOutput, Logprob, RequestOutput
+from lamina.base.version import __version__
 from lamina.cli.serve import Served
 from lamina.engine.watch import MemoryReport
 
@@ -98,7 +98,7 @@ def to_json(served: Served, model: str) -> str:
     usage = [output.usage for output in served.outputs]
     speed = served.speed
     whole = {
-        "lamina": lamina.__version__,
+        "lamina": __version__,
         "model": model,
         "prompts": [_prompt(output) for output in served.outputs],
         "usage": {

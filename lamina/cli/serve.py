@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -106,9 +105,3 @@ def _progress(quiet: bool) -> Progress:
     """A bar on stderr that vanishes when it is done; nothing where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty())
-
-
-def make_printable(out: TextIO) -> None:
-    """Lets a stream write what its encoding lacks as question marks instead of failing."""
-    with suppress(AttributeError):  # a stream that a caller put in the place of stdout
-        out.reconfigure(errors="replace")  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from lamina.base.sizes import format_bytes
 from lamina.cli.options import add_common
 from lamina.models.tiny import FORMATS, SHAPES, write_tiny
 
-HELP = "write a tiny checkpoint with random weights"
 DESCRIPTION = """\
 Writes a complete tiny checkpoint: the tensor names, number formats and layer schedule of the
 shipped models, random weights (so its text is gibberish), and a tokenizer trained on Python's
