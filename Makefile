@@ -21,7 +21,7 @@ PIP_LINES   := { grep --line-buffered -oE '(Downloading|Using cached) [^ /]+\.(w
 # One thread each: the workers share the cores, and a test's numbers do not depend on how many there are.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-long lint bench clean
+.PHONY: help demo test test-long lint bench pictures clean
 
 help:
 	@echo "make demo       generate from a tiny model made on the spot, and show what every byte was for"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-long  the long tests"
 	@echo "make lint       ruff"
 	@echo "make bench      tokens/s of Lamina and of Transformers, side by side"
+	@echo "make pictures   the pictures of docs/, drawn from the code's own numbers"
 	@echo "make clean      remove .venv, caches and builds"
 
 # Threads that wait asleep: spinning ones slow a small model down many times where other programs keep the cores busy.
@@ -46,6 +47,9 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python bench/cpu_generate.py
+
+pictures: $(VENV)/.installed
+	@$(BIN)/python tools/memory_pictures.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
