@@ -312,7 +312,7 @@ def _max_model_len(config: EngineConfig, layout: Layout, num_pages: int, max_pos
     if config.max_model_len > max_positions:
         raise ConfigError("max_model_len", config.max_model_len, f"at most {max_positions}, the model's max_position_embeddings")
     if config.max_model_len > fits:
-        need = layout.pages_for(config.max_model_len - 1) * layout.page_bytes
+        need = layout.peak_pages(config.max_model_len - 1) * layout.page_bytes
         raise CapacityError(
             f"max_model_len={config.max_model_len} needs {need} B ({format_bytes(need)}) for one request, cache_bytes="
             f"{config.pool_bytes} holds {fits} tokens: raise cache_bytes or lower max_model_len"

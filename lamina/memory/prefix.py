@@ -450,10 +450,10 @@ class PrefixIndex:
         That one counts no longer, unless several requests went on from it.
         """
         before = self._before(checkpoint, node, 0)
-        base = before
+        base, least = before, max(0.0, checkpoint.position - self.layout.replay)  # what lies further back saves no more
         while base is not None and base.uses < _JUNCTION_USES:
             assert base.node is not None
-            base = self._before(base, base.node, 0)
+            base = self._before(base, base.node, least)
         start = 0 if base is None else base.position
         checkpoint.saves = int(min(checkpoint.position - start, self.layout.replay))
         if math.isinf(self.layout.replay) and self.layout.has_logs:

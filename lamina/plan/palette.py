@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 #: class of bytes that store nothing
-GAP = "gap"
 #: Okabe and Ito's set without black, then quieter ones for models with more memories
 FILLS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c7cc0", "#7f9a3f", "#a0785a", "#9aa0a6")
 #: bytes that store nothing
