@@ -369,7 +369,7 @@ def test_a_step_that_fails(make: Make, driving: ModuleType, ids: Ids, expect: Ex
     llm = make(max_step_tokens=100)
     with driving.Recorder(llm.engine) as recorder:
         groups = [llm.engine.add(ids(150 + number, number), PARAMS) for number in range(3)]
-        groups.append(llm.engine.add(ids(40, 3), SamplingParams(n=2, max_tokens=5)))
+        groups.append(llm.engine.add(ids(40, 3), SamplingParams(n=2, max_tokens=5, seed=7, ignore_eos=True)))
         for _ in range(after):
             llm.engine.step()
         recorder.spy.fail_next = RuntimeError("injected")
