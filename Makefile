@@ -7,6 +7,9 @@ PYTHON  ?= python3
 WORKERS ?= 2
 # The version that the numbers in README.md were measured with; the CPU build is enough.
 TORCH   := torch==2.13.0
+# For the tests of kernels, which run in its interpreter and are compiled for GPUs that are not there. A CPU build of PyTorch
+# comes without it; a build for GPUs brings the version that belongs to it. 188 MB.
+TRITON  := triton==3.6.0
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -21,12 +24,13 @@ PIP_LINES   := { grep --line-buffered -oE '(Downloading|Using cached) [^ /]+\.(w
 # One thread each: the workers share the cores, and a test's numbers do not depend on how many there are.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-long lint bench pictures clean
+.PHONY: help demo test test-long test-gpu lint bench pictures clean
 
 help:
 	@echo "make demo       generate from a tiny model made on the spot, and show what every byte was for"
 	@echo "make test       lint, and every test but the long ones (minutes)"
 	@echo "make test-long  the long tests"
+	@echo "make test-gpu   what needs a GPU, with the Python, PyTorch and Triton that are there (PYTHON=...)"
 	@echo "make lint       ruff"
 	@echo "make bench      tokens/s of Lamina and of Transformers, side by side"
 	@echo "make pictures   the pictures of docs/, drawn from the code's own numbers"
@@ -41,6 +45,10 @@ test: lint
 
 test-long: $(VENV)/.installed-test
 	@$(PYTEST) -m long
+
+# No .venv: the PyTorch and the Triton that were installed for the GPU are what counts.
+test-gpu:
+	@$(PYTHON) -m pytest tests/gpu $(wildcard tests/ops/test_*_triton.py tests/*/test_device_*.py)
 
 lint: $(VENV)/.installed-test
 	@$(BIN)/ruff check .
@@ -70,5 +78,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "[test] $(VENV): what the tests need"
+	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c 'import triton' 2> /dev/null; then \
+	    $(PIP_INSTALL) "$(TRITON)" | $(PIP_LINES); fi
 	@$(PIP_INSTALL) -e '.[test]' | $(PIP_LINES)
 	@touch $@

@@ -1,11 +1,12 @@
 """Routed FP4 experts on one GPU: time of each launch, bytes, share of the roof, and the ratio to a rival.
 
-    python bench/experts.py [--tokens 1,8,32,256,1024] [--activation fp8|bf16] [--tune] [--check] [--json FILE]
+    python bench/experts.py [--tokens 1,8,32,256,1024] [--activation fp8|bf16] [--tune] [--check] [--plain] [--json FILE]
 
 Shapes: 256 experts, 6 a token, hidden 4096, expert width 2048; uniform random routing. Every figure is the median of CUDA-graph
 replays; a graph holds several calls with different tokens and experts, so that no weight is still in L2. Bytes are the packed
 weights and scales of the experts hit (what the rivals' tables count); the roof is the copy rate. --check compares with fp64.
---tune times other tiles for both products.
+--tune times other tiles for both products. "in the model" is a call with rows that have codes and with a shared expert's row to
+add. --plain times the same layer in bf16, as experts in formats other than FP4 run, and nothing else.
 """
 
 import argparse
@@ -17,16 +18,19 @@ from pathlib import Path
 
 import torch
 import triton
+from timing import COPY_BYTES_S, time_us
 from torch import Tensor
 
 from lamina.ops.experts import experts_fp4 as definition
 from lamina.ops.experts import pack_weights
 from lamina.ops.experts.packed import Activation, PackedExperts
-from lamina.ops.experts.triton import ExpertsStep, Tiles, choose_tiles
+from lamina.ops.experts.plain import PlainExperts, StoredExperts, experts_plain
+from lamina.ops.experts.triton import ExpertsStep, Tiles, choose_tiles, experts_fp4
+from lamina.ops.gemm import Activation as Rows
 from lamina.ops.quantise import dequantise_fp4
+from lamina.ops.quantise.triton import quantise_rows
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K, LIMIT = 4096, 2048, 256, 6, 10.0
-COPY_BYTES_S = 4.26e12
 #: us of gate-up and of down, Humming 0.1.20 W4A8, the better of its two activation scalings; one H200, same shapes and method
 RIVAL_US = {1: (21.2, 15.0), 8: (102.9, 57.8), 32: (299.0, 157.8), 64: (423.3, 221.3), 128: (523.8, 271.1),
             256: (595.5, 301.4), 1024: (627.9, 324.8), 8192: (1979.0, 1048.0)}  # fmt: skip
@@ -96,28 +100,6 @@ def routings(tokens: int, calls: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return made
 
 
-def time_us(launches: list[Callable[[], None]], replays: int = 15) -> tuple[float, float, float]:
-    """Median, least and most us of one launch: the list is captured in one graph, which is replayed."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times), min(times), max(times)
-
-
 def product_errors(step: ExpertsStep, weights: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """Relative error of gate-up (h in fp32) and of down against fp64 on the operands that the kernels themselves had."""
     step.h = step.h.float()
@@ -132,7 +114,7 @@ def product_errors(step: ExpertsStep, weights: tuple[tuple[Tensor, Tensor], tupl
         )
     else:
         x, inner = step.x_codes.double(), step.h.double()
-    places = step.places.long()
+    places = step.places.places.long()
     of_h, of_partial, h_norm, partial_norm = 0.0, 0.0, 0.0, 0.0
     flat = step.chosen.flatten()
     for expert in flat.unique().tolist():
@@ -183,6 +165,26 @@ def check(packed: PackedExperts, weights: tuple[tuple[Tensor, Tensor], tuple[Ten
         )
 
 
+def plain(sizes: list[int]) -> None:
+    """The layer in bf16; the bytes are those of the experts hit."""
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) * HIDDEN**-0.5
+    down = torch.randn(NUM_EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16) * INNER**-0.5
+    experts = PlainExperts(StoredExperts(gate_up), StoredExperts(down))
+    for tokens in sizes:
+        inputs = routings(tokens, 12 if tokens <= 32 else 4)
+        hit = statistics.mean(float(chosen.unique().numel()) for _, chosen, _ in inputs)
+        launches = [
+            lambda x=x, chosen=chosen, shares=shares: experts_plain(Rows(x), chosen, shares, experts, LIMIT)
+            for x, chosen, shares in inputs
+        ]
+        us, low, high = time_us(launches)
+        moved = hit * 3 * INNER * HIDDEN * 2
+        print(
+            f"T={tokens:5d} plain bf16     {us:8.1f} us ({low:.1f}-{high:.1f}) | {moved / 1e6:7.1f} MB |"
+            f" {moved / us * 1e6 / COPY_BYTES_S:5.2f} of copy"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", default="1,8,32,256,1024")
@@ -190,10 +192,14 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--general", action="store_true", help="do not rebase the scales")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="the layer in bf16, as stored")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="", help="named in the lines of --json")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.plain:
+        plain([int(part) for part in args.tokens.split(",")])
+        return
     activation: Activation = args.activation
     gate_up, down = stored(NUM_EXPERTS, 2 * INNER, HIDDEN), stored(NUM_EXPERTS, HIDDEN, INNER)
     if args.check:
@@ -265,6 +271,15 @@ def main() -> None:
         measure("gate_up + down", tokens, pair, hit, both, sum(rival), names)
         whole = [lambda step=step, out=out: step.run(out) for step, out in zip(made, outs)]
         measure("whole", tokens, whole, hit, both, 0.0, names)
+        rows_in = [quantise_rows(x) if activation == "fp8" else Rows(x) for x, _, _ in inputs]
+        beside = torch.randn(tokens, HIDDEN, device="cuda")
+        in_model = [
+            lambda x=x, chosen=chosen, shares=shares, shared=beside: experts_fp4(
+                x, chosen, shares, packed, LIMIT, shared=shared, dtype=torch.bfloat16
+            )
+            for x, (_, chosen, shares) in zip(rows_in, inputs)
+        ]
+        measure("in the model", tokens, in_model, hit, both, 0.0, names)
     if args.json:
         with args.json.open("a") as file:
             for row in rows:

@@ -39,7 +39,7 @@ def poisoned_store(codec: EntryCodec, pages: int, rows: int, column: int = 0) ->
 def bytes_of(store: Store) -> Tensor:
     """A copy of all bytes that the store's views lie in."""
     storage = store.views[0].untyped_storage()
-    return torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).clone()
 
 
 @dataclass(frozen=True, slots=True)

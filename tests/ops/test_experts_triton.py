@@ -3,38 +3,31 @@
 The interpreter knows no bf16 and rounds some casts wrongly, so inputs are fp32 there and rounding itself is tested on GPUs only.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kernel_tests import (
+    DEVICE,
+    FAR,
+    HAS_GPU,
+    INTERPRETED,
+    X_DTYPE,
+    compiles_kernels,
+    machine_code,
+    run_interpreted,
+    runs_kernels,
+    starts_interpreter,
+)
 from torch import Tensor
 
-from lamina.ops.experts import Activation, ExpertsCase, experts_fp4, pack_weights
+from lamina.ops.experts import Activation, ExpertsCase, experts_fp4, hopper, kernels, pack_weights
+from lamina.ops.experts.triton import ExpertsStep, Places, Tiles, choose_tiles, refuses
+from lamina.ops.experts.triton import experts_fp4 as run_experts
+from lamina.ops.gemm import Activation as Rows
+from lamina.ops.machine import Machine
 from lamina.ops.quantise import dequantise_fp4, quantise_fp4, quantise_fp8
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITFunction
-
-from lamina.ops.experts import hopper, kernels
-from lamina.ops.experts.triton import ExpertsStep, Tiles, choose_tiles, refuses
-
-HAS_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
-X_DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-runs_kernels = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="runs in the process that test_interpreted starts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +106,8 @@ def poisoned(layer: Layer, case: Case, **changed: int) -> ExpertsStep:
     for name in ("h", "h_codes", "h_scales", "partial", "x_scales"):
         buffer: Tensor = getattr(step, name)
         buffer.copy_(torch.full(buffer.shape, torch.nan).to(buffer.dtype))
-    for name in ("places", "block_expert", "block_first", "block_rows", "num_blocks", "counts", "firsts"):
-        getattr(step, name).fill_(1 << 30)  # an offset far outside every buffer
+    for buffer in (step.places.places, step.places.counts, step.places.firsts, *step.places.blocks):
+        buffer.fill_(FAR)
     return step
 
 
@@ -157,7 +150,7 @@ def test_products_are_those_of_their_operands(case: Case) -> None:
     for codes, scales in ((step.x_codes, step.x_scales), (step.h_codes if is_fp8 else step.h, step.h_scales)):
         values = codes.double()
         operands.append((values.unflatten(1, (-1, 128)) * scales.double()[..., None]).flatten(1) if is_fp8 else values)
-    listed = step.places[: step.num_places]
+    listed = step.places.places
     flat = layer.chosen.flatten()
     for expert in range(case.experts):
         own = (flat == expert).nonzero()[:, 0]  # places
@@ -216,6 +209,27 @@ def test_bits_do_not_depend_on_the_other_tokens_or_the_tiles(activation: Activat
 
 
 @runs_kernels
+@pytest.mark.parametrize("case", [Case(5, hidden=256, limit=0.5), Case(70, experts=3, routing="one"), Case(4, activation="bf16")])
+def test_codes_that_rows_have_are_used(case: Case) -> None:
+    """The same bits as when the first launch quantises, and the shared expert's row joins the sum before it is rounded."""
+    layer = make(case)
+    packed = pack_weights(*layer.gate_up, *layer.down, case.activation)
+    routing = (layer.chosen, layer.weights, packed, case.limit)
+    codes, scales = quantise_fp8(layer.x, 128)
+    rows = Rows(layer.x, codes, torch.exp2(scales.float() - 127))
+    expected = run_experts(layer.x, *routing)
+    assert torch.equal(run_experts(rows, *routing), expected)
+    other = Rows(layer.x, codes, 2 * rows.scales)
+    assert torch.equal(run_experts(other, *routing), expected) == (case.activation == "bf16")
+    shared = torch.randn(layer.x.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    called: list[None] = []
+    found = run_experts(rows, *routing, shared=shared, dtype=torch.bfloat16, before_sum=lambda: called.append(None))
+    assert torch.equal(found, (shared + expected).to(torch.bfloat16)) and called == [None]
+    narrow = shared.to(torch.bfloat16)
+    assert torch.equal(run_experts(rows, *routing, shared=narrow), narrow.float() + expected)
+
+
+@runs_kernels
 def test_one_tokens_nan_stays_its_own() -> None:
     case = Case(9, experts=2)
     layer = make(case)
@@ -242,16 +256,27 @@ def test_align(tokens: int, experts: int, top_k: int, block: int) -> None:
     step.prepare()
     flat = layer.chosen.flatten().tolist()
     order = sorted((place for place, e in enumerate(flat) if e >= 0), key=lambda place: (flat[place], place))
-    assert step.places[: len(order)].tolist() == order
+    assert step.places.places[: len(order)].tolist() == order
     blocks, at = [], 0
     for expert in range(experts):
         count = sum(e == expert for e in flat)
         blocks += [(expert, at + start, min(block, count - start)) for start in range(0, count, block)]
         at += count
-    num = int(step.num_blocks)
-    found = zip(step.block_expert.tolist()[:num], step.block_first.tolist()[:num], step.block_rows.tolist()[:num])
+    num = int(step.places.num_blocks)
+    found = zip(*(part.tolist()[:num] for part in step.places.blocks[:3]))
     assert list(found) == blocks
-    assert num <= step.max_blocks
+    assert num <= step.places.max_blocks
+
+
+@pytest.mark.parametrize("num_places", [1, 6, 7, 18, 84, 333])
+@pytest.mark.parametrize("experts", [6, 8, 256])
+def test_buffers_begin_at_16_bytes(num_places: int, experts: int) -> None:
+    """Else a kernel would be compiled for each number of places that is odd in another way."""
+    places = Places.empty(num_places, experts, 16, torch.device(DEVICE))
+    most = places.max_blocks
+    buffers = (places.places, *places.blocks, places.counts, places.firsts)
+    assert [one.numel() for one in buffers] == [num_places, most, most, most, 1, experts, experts]
+    assert all(one.data_ptr() % 16 == 0 and one.is_contiguous() for one in buffers)
 
 
 @runs_kernels
@@ -301,35 +326,20 @@ def test_packing_is_a_permutation_of_the_bytes() -> None:
 
 
 def test_refusals() -> None:
-    good = ExpertsCase("cuda", (9, 0), "fp8", 4096, 2048)
+    good, machine = ExpertsCase("fp8", 4096, 2048), Machine("cuda", (9, 0), True)
     if not INTERPRETED:
-        assert refuses(good) is None
-        assert refuses(replace(good, device="cpu", capability=(0, 0))) == "runs on NVIDIA GPUs, not on cpu"
-        assert refuses(replace(good, capability=(8, 6))) == "fp8 activations need compute capability 8.9, this GPU has 8.6"
-        assert refuses(replace(good, capability=(8, 0), activation="bf16")) is None
-        assert refuses(replace(good, capability=(7, 5), activation="bf16")) is not None
-    assert refuses(replace(good, hidden=96)) == "the hidden width must be a multiple of 128, not 96"
+        assert refuses(machine, good) is None
+        assert refuses(Machine("cpu", (0, 0), True), good) == "runs on NVIDIA GPUs, not on cpu"
+        older = replace(machine, capability=(8, 6))
+        assert refuses(older, good) == "fp8 activations need compute capability 8.9, this GPU has 8.6"
+        assert refuses(replace(machine, capability=(8, 0)), replace(good, activation="bf16")) is None
+        assert refuses(replace(machine, capability=(7, 5)), replace(good, activation="bf16")) is not None
+    assert refuses(machine, replace(good, hidden=96)) == "the hidden width must be a multiple of 128, not 96"
     with pytest.raises(ValueError, match="multiples of 128"):
         pack_weights(*stored(1, 256, 192, 3, torch.Generator()), *stored(1, 192, 128, 3, torch.Generator()))
 
 
-def machine_code(kernel: JITFunction, types: dict[str, str], constants: dict[str, int], warps: int, capability: int) -> str:
-    """SASS for `capability`, compiled without a GPU."""
-    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: types.get(name, "*i32") if name not in constants else "constexpr" for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
-    source = source_type(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": constants["STAGES"]}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@compiles_kernels
 @pytest.mark.parametrize(
     ("capability", "activation", "tiles", "instruction"),
     [
@@ -352,26 +362,34 @@ def test_compiled_ahead_of_time(capability: int, activation: Activation, tiles: 
     operand = "*fp8e4nv" if is_fp8 else "*bf16"
     types = {"x": operand, "h": "*bf16", "weights": "*u8", "limit": "fp32", "partial": "*fp32"}
     types |= dict.fromkeys(("x_scales", "h_scales", "factors", "shares"), "*fp32")
+    types |= dict.fromkeys(("scales", "places", "block_expert", "block_first", "block_rows", "num_blocks"), "*i32")
     common = {"TOKENS": tiles.tokens} if tiles.is_gluon else {
         "TOKENS": tiles.tokens, "FP8": is_fp8, "REBASED": is_fp8, "INTERPRET": False
     }  # fmt: skip
     for is_down in (False, True):
         kernel = getattr(hopper if tiles.is_gluon else kernels, "down" if is_down else "gate_up")
         shape = {"K": 2048, "WIDTH": 4096} if is_down else {"K": 4096, "INNER": 2048, "TOP_K": 6, "HAS_LIMIT": True}
-        warps = tiles.down_warps if is_down else tiles.gate_warps
-        shape |= {"ROWS": tiles.down_rows, "STAGES": tiles.down_stages} if is_down else {}
-        shape |= {} if is_down else {"ROWS": tiles.gate_rows, "STAGES": tiles.gate_stages}
+        warps, stages = (tiles.down_warps, tiles.down_stages) if is_down else (tiles.gate_warps, tiles.gate_stages)
+        shape |= {"ROWS": tiles.down_rows if is_down else tiles.gate_rows, "STAGES": stages}
         shape |= {"WARPS": warps} if tiles.is_gluon else {}
-        code = machine_code(kernel, types | ({"h": operand} if is_down else {}), shape | common, warps, capability)
-        assert instruction in code
-        assert "STL" not in code and "LDL" not in code  # no register is spilled
+        signature = types | ({"h": operand} if is_down else {})
+        code = machine_code(kernel, signature, shape | common, capability, warps, stages)
+        assert instruction in code.text
+        assert code.spills == 0
 
 
-@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
+@compiles_kernels
+@pytest.mark.parametrize("capability", [80, 90])
+def test_aligning_alone_compiles_without_fp8(capability: int) -> None:
+    """Rows that have codes, or need none, leave no fp8 cast in the first launch: older GPUs have none."""
+    integers = ("chosen", "places", "block_expert", "block_first", "block_rows", "num_blocks", "counts", "firsts")
+    types = dict.fromkeys(integers, "*i32") | dict.fromkeys(("num_places", "num_experts", "num_items"), "i32")
+    constants = {"x": None, "codes": None, "scales": None, "ITEMS": 8, "QUANTISES": False, "INTERPRET": False}
+    for kernel, own in ((kernels.prepare_few, {"TOKENS": 16, "SIZE": 64}), (kernels.prepare_many, {"CHUNK": 1024})):
+        assert machine_code(kernel, types, constants | own, capability).spills == 0
+
+
+@starts_interpreter
 def test_interpreted() -> None:
     """The tests above, once more with Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted(__file__)

@@ -3,7 +3,8 @@
 experts(x, chosen, weights, gate_up, down, limit, row_multiple)   routed sum [T, D] fp32.
 swiglu(x, gate_up, down, limit, weight)             one dense expert [T, D] fp32.
 experts_fp4(x, chosen, weights, gate_up, down, limit, activation)   routed sum from FP4 weights, activations in fp8 or bf16.
-pack_weights(...)                                   FP4 weights in the order of the GPU kernels (`triton.py`, which needs Triton).
+pack_weights(...)                                   FP4 weights in the order of the GPU kernels.
+On GPUs, with Triton: `triton.py` for FP4, `plain.py` for every other format.
 """
 
 from lamina.ops.experts.packed import Activation, ExpertsCase, PackedExperts, pack_weights

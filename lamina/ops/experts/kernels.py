@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 """Triton kernels of the routed experts: align, quantise, gate-up, down, sum. `triton.py` calls them and says what each buffer is;
-`packed.py` has the layout of the weights.
+`packed.py` has the layout of the weights. `plain_gate_up` and `plain_down` read weights of any other format, for `plain.py`.
 
 A token is a *column* of every product: weights [64 .. 256 rows] x tokens [16 or more], so that few tokens fill the tensor cores.
 All sums have one order: of a block of 128 columns by one chain of instructions from zero (rebased; else of each group of 32,
@@ -11,6 +11,8 @@ INTERPRET marks Triton's CPU interpreter, which has no inline assembly and no bf
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from lamina.ops.quantise.kernels import e4m3_to_fp32, round_bf16
 
 #: bytes of a tile and block, and of half of it
 _TILE, _HALF = tl.constexpr(4096), tl.constexpr(2048)
@@ -340,24 +342,24 @@ def _align_few(
 @triton.jit(do_not_specialize=["num_places", "num_items"])
 def prepare_few(
     chosen, places, block_expert, block_first, block_rows, num_blocks, num_places, num_experts, x, codes, scales, num_items,
-    TOKENS: tl.constexpr, SIZE: tl.constexpr, ITEMS: tl.constexpr, INTERPRET: tl.constexpr,
+    TOKENS: tl.constexpr, SIZE: tl.constexpr, ITEMS: tl.constexpr, QUANTISES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The first program aligns, the others quantise x."""
     if tl.program_id(0) == 0:
         _align_few(chosen, places, block_expert, block_first, block_rows, num_blocks, num_places, num_experts, TOKENS, SIZE)
-    else:
+    elif QUANTISES:
         _quantise(x, codes, scales, tl.program_id(0) - 1, num_items, ITEMS, INTERPRET)
 
 
 @triton.jit(do_not_specialize=["num_places", "num_items"])
 def prepare_many(
     chosen, places, counts, firsts, num_places, num_experts, x, codes, scales, num_items,
-    CHUNK: tl.constexpr, ITEMS: tl.constexpr, INTERPRET: tl.constexpr,
+    CHUNK: tl.constexpr, ITEMS: tl.constexpr, QUANTISES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One program for each expert aligns, the others quantise x."""
     if tl.program_id(0) < num_experts:
         _align_many(chosen, places, counts, firsts, tl.program_id(0), num_places, CHUNK)
-    else:
+    elif QUANTISES:
         _quantise(x, codes, scales, tl.program_id(0) - num_experts, num_items, ITEMS, INTERPRET)
 
 
@@ -401,8 +403,122 @@ def align_blocks(
 
 
 @triton.jit
-def sum_experts(partial, chosen, out, num_experts, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr):
-    """out[token] = its partial rows, added in ascending expert order; rows of nobody's experts were never written."""
+def _operand(tile, IS_CODES: tl.constexpr, MATHS: tl.constexpr, INTERPRET: tl.constexpr):
+    """A tile as loaded -> as multiplied: fp8 as it is, everything else in bf16 or fp32."""
+    if IS_CODES:
+        if INTERPRET or MATHS != "fp8":
+            tile = e4m3_to_fp32(tile)
+        if not INTERPRET and MATHS == "codes":
+            tile = tile.to(tl.bfloat16)
+    elif INTERPRET or MATHS == "fp32":
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _plain_product(
+    x, x_scales, row_of_x, live, weights, scales, expert, row, inside,
+    K: tl.constexpr, MATRIX_ROWS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, TOKENS] fp32: rows `row` of an expert's matrix [MATRIX_ROWS, K] times rows `row_of_x` of x."""
+    SCALE_COLUMNS: tl.constexpr = (K + 127) // 128
+    within = tl.arange(0, BLOCK)
+    weights += (expert * MATRIX_ROWS + row)[:, None] * K + within[None, :]
+    x += row_of_x[:, None] * K + within[None, :]
+    if IS_CODES:
+        scales += (expert * ((MATRIX_ROWS + 127) // 128) + row // 128) * SCALE_COLUMNS
+    if MATHS == "fp8":
+        x_scales += row_of_x * SCALE_COLUMNS
+    total = tl.zeros((ROWS, TOKENS), tl.float32)
+    for k in tl.range(0, (K + BLOCK - 1) // BLOCK, num_stages=STAGES):
+        own = live[:, None]
+        of = inside[:, None]
+        if K % BLOCK:
+            own = own & (k * BLOCK + within < K)[None, :]
+            of = of & (k * BLOCK + within < K)[None, :]
+        tokens = tl.trans(_operand(tl.load(x + k * BLOCK, mask=own, other=0.0), MATHS == "fp8", MATHS, INTERPRET))
+        matrix = _operand(tl.load(weights + k * BLOCK, mask=of, other=0.0), IS_CODES, MATHS, INTERPRET)
+        if IS_CODES:  # a block of columns has one scale
+            part = tl.dot(matrix, tokens, input_precision="ieee") * tl.load(scales + k, mask=inside, other=0.0)[:, None]
+            if MATHS == "fp8":
+                part *= tl.load(x_scales + k, mask=live, other=0.0)[None, :]
+            total += part
+        else:
+            total = tl.dot(matrix, tokens, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def plain_gate_up(
+    x, x_scales, weights, scales, shares, h, places, block_expert, block_first, block_rows, num_blocks, limit,
+    K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """h[sorted place, INNER] = silu(gate) * up * share: one block of tokens, ROWS of its columns; up's rows follow gate's."""
+    TILES: tl.constexpr = (INNER + ROWS - 1) // ROWS
+    block = tl.program_id(0) // TILES
+    if block >= tl.load(num_blocks):
+        return
+    expert = tl.load(block_expert + block).to(tl.int64)
+    first = tl.load(block_first + block)
+    slot = tl.arange(0, TOKENS)
+    live = slot < tl.load(block_rows + block)
+    place = tl.load(places + first + slot, mask=live, other=0)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    inside = row < INNER
+    token = (place // TOP_K).to(tl.int64)
+    gate = _plain_product(
+        x, x_scales, token, live, weights, scales, expert, row, inside,
+        K, 2 * INNER, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
+    )  # fmt: skip
+    up = _plain_product(
+        x, x_scales, token, live, weights, scales, expert, row + INNER, inside,
+        K, 2 * INNER, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
+    )  # fmt: skip
+    if HAS_LIMIT:  # comparisons, so that a NaN stays one
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    share = tl.load(shares + place, mask=live, other=0.0)
+    act = gate / (1 + tl.exp(-gate)) * up * share[None, :]
+    if INTERPRET and h.dtype.element_ty == tl.bfloat16:
+        act = round_bf16(act)
+    out = h + (first + slot).to(tl.int64)[None, :] * INNER + row[:, None]
+    tl.store(out, act.to(h.dtype.element_ty), mask=live[None, :] & inside[:, None])
+
+
+@triton.jit
+def plain_down(
+    h, h_scales, weights, scales, partial, places, block_expert, block_first, block_rows, num_blocks,
+    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """partial[place, WIDTH] = h @ down: one block of tokens, ROWS of its columns."""
+    TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
+    block = tl.program_id(0) // TILES
+    if block >= tl.load(num_blocks):
+        return
+    expert = tl.load(block_expert + block).to(tl.int64)
+    slot = tl.arange(0, TOKENS)
+    live = slot < tl.load(block_rows + block)
+    position = (tl.load(block_first + block) + slot).to(tl.int64)
+    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    inside = row < WIDTH
+    total = _plain_product(
+        h, h_scales, position, live, weights, scales, expert, row, inside,
+        K, WIDTH, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
+    )  # fmt: skip
+    place = tl.load(places + position, mask=live, other=0).to(tl.int64)
+    tl.store(partial + place[None, :] * WIDTH + row[:, None], total, mask=live[None, :] & inside[:, None])
+
+
+@triton.jit
+def sum_experts(
+    partial, chosen, shared, out, num_experts, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
+    HAS_SHARED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """out[token] = its partial rows, added in ascending expert order; rows of nobody's experts were never written. The sum is
+    added to the token's row of `shared`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < WIDTH
@@ -410,6 +526,8 @@ def sum_experts(partial, chosen, out, num_experts, WIDTH: tl.constexpr, TOP_K: t
     rows = ()  # all are under way before the order is known
     for j in tl.static_range(TOP_K):
         rows += (tl.load(partial + (token * TOP_K + j) * WIDTH + column, mask=inside, other=0.0),)
+    if HAS_SHARED:
+        beside = tl.load(shared + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((SIZE,), tl.float32)
     for rank in tl.static_range(TOP_K):
         own = tl.zeros((SIZE,), tl.float32)
@@ -422,4 +540,8 @@ def sum_experts(partial, chosen, out, num_experts, WIDTH: tl.constexpr, TOP_K: t
                 before += ((other >= 0) & is_before).to(tl.int32)
             own = tl.where((before == rank) & (e >= 0) & (e < num_experts), rows[j].to(tl.float32), own)
         total += own
+    if HAS_SHARED:
+        total = beside + total
+    if INTERPRET and out.dtype.element_ty == tl.bfloat16:
+        total = round_bf16(total)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)

@@ -34,13 +34,8 @@ _REBASED_SHIFT = 122  # factor = 2^(least scale byte - 127 + 5)
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCase:
-    """What an implementation may refuse: where it would run and with what.
+    """What an implementation may refuse: how it would multiply, and widths D and I."""
 
-    device      cpu, cuda, ...   capability  of the GPU, (0, 0) without one.   hidden, inner  widths D and I.
-    """
-
-    device: str
-    capability: tuple[int, int]
     activation: Activation
     hidden: int
     inner: int

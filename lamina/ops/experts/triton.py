@@ -1,12 +1,13 @@
 """Routed experts from FP4 weights on a GPU: FP4 is expanded in registers, the products run on tensor cores in fp8 or bf16.
 
-    experts_fp4(...)    the routed sum of `ref.experts_fp4`, from `packed.pack_weights`
-    refuses(case)       why this machine or these shapes are not served, or None
+    experts_fp4(...)          the routed sum of `ref.experts_fp4`, from `packed.pack_weights`; the shared expert's may be added
+    refuses(machine, case)    why this machine or these shapes are not served, or None
 
-Launches: prepare (1, or 2 for many places), gate-up, quantise, down, sum. Every buffer's size is fixed by the number of
-tokens, so a captured graph replays with any routing.
+Launches: prepare (1, or 2 for many places), gate-up, quantise, down, sum. Prepare quantises x unless it has codes. Every
+buffer's size is fixed by the number of tokens, so a captured graph replays with any routing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +16,16 @@ from torch import Tensor
 
 from lamina.ops.experts import hopper, kernels
 from lamina.ops.experts.packed import ExpertsCase, PackedExperts
+from lamina.ops.gemm.stored import Activation
+from lamina.ops.machine import Machine, is_hopper
 
 #: so many places are aligned by comparing every pair
 _SMALL_ALIGN = 64
 _CHUNK = 1024
 _ITEMS = 8
 _SUM_COLUMNS = 512
+#: each buffer of integers begins at 16 bytes: a kernel is compiled anew for pointers that do not
+_ALIGNED_INTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +88,14 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def refuses(case: ExpertsCase) -> str | None:
+def refuses(machine: Machine, case: ExpertsCase) -> str | None:
     """Why `case` is not served here, in one line, or None."""
     if not is_interpreted():
-        if case.device != "cuda":
-            return f"runs on NVIDIA GPUs, not on {case.device}"
+        if machine.device != "cuda":
+            return f"runs on NVIDIA GPUs, not on {machine.device}"
         needed = (8, 9) if case.activation == "fp8" else (8, 0)
-        if case.capability < needed:
-            found, least = (".".join(map(str, pair)) for pair in (case.capability, needed))
+        if machine.capability < needed:
+            found, least = (".".join(map(str, pair)) for pair in (machine.capability, needed))
             return f"{case.activation} activations need compute capability {least}, this GPU has {found}"
     for name, size in (("hidden", case.hidden), ("inner", case.inner)):
         if size < 1 or size % 128:
@@ -102,11 +107,10 @@ def choose_tiles(num_places: int, packed: PackedExperts) -> Tiles:
     """The tiles for so many (token, expert) pairs, from the mean number an expert has; measured on one H200."""
     mean = num_places / packed.num_experts
     device = packed.gate_up.codes.device
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     # one block of columns alone does not compile in Gluon 3.6
     is_served = min(packed.hidden, packed.inner) > 128
     is_rebased = packed.gate_up.is_rebased and packed.down.is_rebased
-    table = _GENERAL_TILES if not is_rebased else _HOPPER_TILES if is_hopper and is_served else _TILES
+    table = _GENERAL_TILES if not is_rebased else _HOPPER_TILES if is_hopper(device) and is_served else _TILES
     tiles = next(tiles for most, tiles in table if mean <= most)
     return tiles if packed.hidden % tiles.down_rows == 0 else replace(tiles, down_rows=128)
 
@@ -117,24 +121,101 @@ def max_blocks(num_places: int, num_experts: int, tokens: int) -> int:
     return chosen + (num_places - chosen) // tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Buffers for (token, expert) pairs sorted by expert, in blocks of at most `tokens` of one expert; all int32.
+
+    places  [pairs] sorted.   block_expert, block_first, block_rows  [max_blocks], of which num_blocks [1] are used.
+    counts, firsts  [E], of an expert.
+    """
+
+    places: Tensor
+    block_expert: Tensor
+    block_first: Tensor
+    block_rows: Tensor
+    counts: Tensor
+    firsts: Tensor
+    num_blocks: Tensor
+    tokens: int
+    max_blocks: int
+
+    @staticmethod
+    def empty(num_places: int, num_experts: int, tokens: int, device: torch.device) -> "Places":
+        """For so many pairs, routed in any way."""
+        most = max_blocks(num_places, num_experts, tokens)
+        sizes = [num_places, *[most] * 3, *[num_experts] * 2, 1]
+        room = [-(-size // _ALIGNED_INTS) * _ALIGNED_INTS for size in sizes]
+        whole: Tensor = torch.empty(sum(room), dtype=torch.int32, device=device)
+        parts = (part[:size] for part, size in zip(torch.split(whole, room), sizes, strict=True))
+        places, block_expert, block_first, block_rows, counts, firsts, num_blocks = parts
+        return Places(places, block_expert, block_first, block_rows, counts, firsts, num_blocks, tokens, most)
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels take of the blocks."""
+        return self.block_expert, self.block_first, self.block_rows, self.num_blocks
+
+    def fill(self, chosen: Tensor, x: Tensor | None = None, codes: Tensor | None = None, scales: Tensor | None = None) -> None:
+        """From each token's choices; other programs of the launch quantise x, if there is one, to codes and scales."""
+        num_places, num_experts = self.places.numel(), self.counts.numel()
+        items = scales.numel() if scales is not None else 0
+        programs = triton.cdiv(items, _ITEMS)
+        quantised = (x, codes, scales, items)
+        if num_places <= _SMALL_ALIGN:
+            size = max(16, triton.next_power_of_2(num_places))
+            kernels.prepare_few[(1 + programs,)](
+                chosen, self.places, *self.blocks, num_places, num_experts, *quantised,
+                TOKENS=self.tokens, SIZE=size, ITEMS=_ITEMS, QUANTISES=x is not None, INTERPRET=is_interpreted(),
+            )  # fmt: skip
+            return
+        chunk = min(_CHUNK, triton.next_power_of_2(num_places))
+        kernels.prepare_many[(num_experts + programs,)](
+            chosen, self.places, self.counts, self.firsts, num_places, num_experts, *quantised,
+            CHUNK=chunk, ITEMS=_ITEMS, QUANTISES=x is not None, INTERPRET=is_interpreted(),
+        )  # fmt: skip
+        size = triton.next_power_of_2(num_experts)
+        kernels.align_blocks[(1,)](self.counts, self.firsts, *self.blocks, num_experts, TOKENS=self.tokens, SIZE=size)
+
+
+def sum_places(partial: Tensor, chosen: Tensor, num_experts: int, shared: Tensor | None, out: Tensor) -> None:
+    """out [T, D] = shared [T, D] + the rows of each token in `partial` [T * k, D], ascending expert by ascending expert."""
+    rows, width = out.shape
+    assert shared is None or shared.is_contiguous()
+    size = min(_SUM_COLUMNS, triton.next_power_of_2(width))
+    kernels.sum_experts[(rows, triton.cdiv(width, size))](
+        partial, chosen, shared, out, num_experts, WIDTH=width, TOP_K=chosen.shape[1], SIZE=size,
+        HAS_SHARED=shared is not None, INTERPRET=is_interpreted(),
+    )  # fmt: skip
+
+
 def experts_fp4(
-    x: Tensor,
+    x: Tensor | Activation,
     chosen: Tensor,
     weights: Tensor,
     packed: PackedExperts,
     limit: float,
     tiles: Tiles | None = None,
+    shared: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    before_sum: Callable[[], None] | None = None,
 ) -> Tensor:
     """Sum over each token's experts, added in ascending expert order; an expert below 0 or past the last is nobody's and skipped.
 
-    x         [T, D] bf16 or fp32.   chosen [T, k] integers.   weights [T, k] fp32.
+    x         [T, D] bf16 or fp32; codes that it has are used.   chosen [T, k] integers.   weights [T, k] fp32.
     limit     clamp of the SwiGLU, 0 = none.
     tiles     None = `choose_tiles`.
-    Returns   [T, D] fp32. A token's bits depend neither on the other tokens nor on the tiles.
+    shared    [T, D], contiguous, to which the sum is added.   before_sum  called before that is launched.
+    Returns   [T, D], fp32 rounded to `dtype`. A token's bits depend neither on the other tokens nor on the tiles.
     """
-    out = x.new_empty(x.shape, dtype=torch.float32)
-    if out.numel():
-        ExpertsStep(x, chosen, weights, packed, limit, tiles).run(out)
+    values = x.values if isinstance(x, Activation) else x
+    out = values.new_empty(values.shape, dtype=dtype)
+    step = ExpertsStep(x, chosen, weights, packed, limit, tiles, shared) if out.numel() else None
+    if step is not None:
+        step.products()
+    if before_sum is not None:
+        before_sum()
+    if step is not None:
+        step.sum(out)
     return out
 
 
@@ -142,88 +223,76 @@ class ExpertsStep:
     """The launches of one call and the buffers between them; the benchmark runs them one by one."""
 
     __slots__ = (
-        "block_expert", "block_first", "block_rows", "chosen", "counts", "firsts", "h", "h_codes", "h_scales", "interpret",
-        "is_fp8", "limit", "max_blocks", "num_blocks", "num_places", "packed", "partial", "places", "shares", "tiles", "top_k",
-        "x", "x_codes", "x_scales",
+        "chosen", "h", "h_codes", "h_scales", "has_codes", "interpret", "is_fp8", "limit", "num_places", "packed", "partial",
+        "places", "shared", "shares", "tiles", "top_k", "x", "x_codes", "x_scales",
     )  # fmt: skip
 
     def __init__(
         self,
-        x: Tensor,
+        x: Tensor | Activation,
         chosen: Tensor,
         weights: Tensor,
         packed: PackedExperts,
         limit: float,
         tiles: Tiles | None = None,
+        shared: Tensor | None = None,
     ) -> None:
+        given = x if isinstance(x, Activation) else Activation(x)
         num_tokens, self.top_k = chosen.shape
         self.num_places = num_tokens * self.top_k
         self.tiles = tiles or choose_tiles(self.num_places, packed)
-        self.x, self.chosen, self.shares = x.contiguous(), chosen.contiguous(), weights.contiguous()
-        self.packed, self.limit = packed, limit
+        self.x, self.chosen, self.shares = given.values.contiguous(), chosen.contiguous(), weights.contiguous()
+        self.packed, self.limit, self.shared = packed, limit, shared
         self.is_fp8 = packed.activation == "fp8"
+        self.has_codes = self.is_fp8 and given.is_fp8
         self.interpret = is_interpreted()
-        self.max_blocks = max_blocks(self.num_places, packed.num_experts, self.tiles.tokens)
-        sizes = [self.num_places, *[self.max_blocks] * 3, *[packed.num_experts] * 2, 1]
-        whole: Tensor = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
-        parts = torch.split(whole, sizes)
-        self.places, self.block_expert, self.block_first, self.block_rows, self.counts, self.firsts, self.num_blocks = parts
+        self.places = Places.empty(self.num_places, packed.num_experts, self.tiles.tokens, self.x.device)
         width, inner = packed.hidden, packed.inner
         narrow = torch.float32 if self.interpret else torch.bfloat16
-        self.h = x.new_empty(self.num_places, inner, dtype=x.dtype if self.is_fp8 else narrow)
+        self.h = self.x.new_empty(self.num_places, inner, dtype=self.x.dtype if self.is_fp8 else narrow)
         if self.is_fp8:
-            self.x_codes, self.x_scales = _fp8(x, num_tokens, width)
-            self.h_codes, self.h_scales = _fp8(x, self.num_places, inner)
+            assert given.codes is None or (given.codes.is_contiguous() and given.scales is not None)
+            self.x_codes, self.x_scales = (given.codes, given.scales) if self.has_codes else _fp8(self.x, num_tokens, width)
+            self.h_codes, self.h_scales = _fp8(self.x, self.num_places, inner)
         else:  # the scales are never read
             self.x_codes, self.h_codes = self.x.to(narrow), self.h
-            self.x_scales = self.h_scales = x.new_empty(1, dtype=torch.float32)
-        self.partial = x.new_empty(self.num_places, width, dtype=torch.float32)
+            self.x_scales = self.h_scales = self.x.new_empty(1, dtype=torch.float32)
+        self.partial = self.x.new_empty(self.num_places, width, dtype=torch.float32)
 
     def run(self, out: Tensor) -> None:
         """All launches in order; out [T, D]."""
+        self.products()
+        self.sum(out)
+
+    def products(self) -> None:
+        """All launches but the last."""
         self.prepare()
         self.gate_up()
         self.quantise_inner()
         self.down()
-        self.sum(out)
 
     def prepare(self) -> None:
         """The places of each expert, and the blocks; x to fp8."""
-        num_experts, tokens = self.packed.num_experts, self.tiles.tokens
-        blocks = (self.block_expert, self.block_first, self.block_rows, self.num_blocks)
-        items = self.x_scales.numel() if self.is_fp8 else 0
-        x = (self.x, self.x_codes, self.x_scales, items)
-        programs = triton.cdiv(items, _ITEMS)
-        if self.num_places <= _SMALL_ALIGN:
-            size = max(16, triton.next_power_of_2(self.num_places))
-            kernels.prepare_few[(1 + programs,)](
-                self.chosen, self.places, *blocks, self.num_places, num_experts, *x,
-                TOKENS=tokens, SIZE=size, ITEMS=_ITEMS, INTERPRET=self.interpret,
-            )  # fmt: skip
-            return
-        chunk = min(_CHUNK, triton.next_power_of_2(self.num_places))
-        kernels.prepare_many[(num_experts + programs,)](
-            self.chosen, self.places, self.counts, self.firsts, self.num_places, num_experts, *x,
-            CHUNK=chunk, ITEMS=_ITEMS, INTERPRET=self.interpret,
-        )  # fmt: skip
-        size = triton.next_power_of_2(num_experts)
-        kernels.align_blocks[(1,)](self.counts, self.firsts, *blocks, num_experts, TOKENS=tokens, SIZE=size)
+        if self.is_fp8 and not self.has_codes:
+            self.places.fill(self.chosen, self.x, self.x_codes, self.x_scales)
+        else:
+            self.places.fill(self.chosen)
 
     def gate_up(self) -> None:
         """h = the SwiGLU's result times the routing weight, rows in the order of `places`."""
         packed, tiles, matrix = self.packed, self.tiles, self.packed.gate_up
         if tiles.is_gluon:
-            hopper.gate_up[(self.max_blocks * (2 * packed.inner // tiles.gate_rows),)](
-                self.x_codes, self.x_scales, matrix.codes, matrix.scales, matrix.factors, self.shares, self.h, self.places,
-                self.block_expert, self.block_first, self.block_rows, self.num_blocks, self.limit,
+            hopper.gate_up[(self.places.max_blocks * (2 * packed.inner // tiles.gate_rows),)](
+                self.x_codes, self.x_scales, matrix.codes, matrix.scales, matrix.factors, self.shares, self.h,
+                self.places.places, *self.places.blocks, self.limit,
                 K=packed.hidden, INNER=packed.inner, TOP_K=self.top_k, ROWS=tiles.gate_rows, TOKENS=tiles.tokens,
                 HAS_LIMIT=self.limit > 0, STAGES=tiles.gate_stages, WARPS=tiles.gate_warps,
                 num_warps=tiles.gate_warps,
             )  # fmt: skip
             return
-        kernels.gate_up[(self.max_blocks * (2 * packed.inner // tiles.gate_rows),)](
-            self.x_codes, self.x_scales, matrix.codes, matrix.scales, matrix.factors, self.shares, self.h, self.places,
-            self.block_expert, self.block_first, self.block_rows, self.num_blocks, self.limit,
+        kernels.gate_up[(self.places.max_blocks * (2 * packed.inner // tiles.gate_rows),)](
+            self.x_codes, self.x_scales, matrix.codes, matrix.scales, matrix.factors, self.shares, self.h,
+            self.places.places, *self.places.blocks, self.limit,
             K=packed.hidden, INNER=packed.inner, TOP_K=self.top_k, ROWS=tiles.gate_rows, TOKENS=tiles.tokens,
             HAS_LIMIT=self.limit > 0, FP8=self.is_fp8, REBASED=matrix.is_rebased, STAGES=tiles.gate_stages,
             INTERPRET=self.interpret, num_warps=tiles.gate_warps, num_stages=tiles.gate_stages,
@@ -241,28 +310,24 @@ class ExpertsStep:
         """One row of `partial` for each place."""
         packed, tiles, matrix = self.packed, self.tiles, self.packed.down
         if tiles.is_gluon:
-            hopper.down[(self.max_blocks * (packed.hidden // tiles.down_rows),)](
-                self.h_codes, self.h_scales, matrix.codes, matrix.scales, matrix.factors, self.partial, self.places,
-                self.block_expert, self.block_first, self.block_rows, self.num_blocks,
+            hopper.down[(self.places.max_blocks * (packed.hidden // tiles.down_rows),)](
+                self.h_codes, self.h_scales, matrix.codes, matrix.scales, matrix.factors, self.partial,
+                self.places.places, *self.places.blocks,
                 K=packed.inner, WIDTH=packed.hidden, ROWS=tiles.down_rows, TOKENS=tiles.tokens, STAGES=tiles.down_stages,
                 WARPS=tiles.down_warps, num_warps=tiles.down_warps,
             )  # fmt: skip
             return
-        kernels.down[(self.max_blocks * (packed.hidden // tiles.down_rows),)](
-            self.h_codes, self.h_scales, matrix.codes, matrix.scales, matrix.factors, self.partial, self.places,
-            self.block_expert, self.block_first, self.block_rows, self.num_blocks,
+        kernels.down[(self.places.max_blocks * (packed.hidden // tiles.down_rows),)](
+            self.h_codes, self.h_scales, matrix.codes, matrix.scales, matrix.factors, self.partial,
+            self.places.places, *self.places.blocks,
             K=packed.inner, WIDTH=packed.hidden, ROWS=tiles.down_rows, TOKENS=tiles.tokens,
             FP8=self.is_fp8, REBASED=matrix.is_rebased, STAGES=tiles.down_stages,
             INTERPRET=self.interpret, num_warps=tiles.down_warps, num_stages=tiles.down_stages,
         )  # fmt: skip
 
     def sum(self, out: Tensor) -> None:
-        """out [T, D] = the rows of each token, ascending expert by ascending expert."""
-        width = self.packed.hidden
-        size = min(_SUM_COLUMNS, triton.next_power_of_2(width))
-        kernels.sum_experts[(out.shape[0], triton.cdiv(width, size))](
-            self.partial, self.chosen, out, self.packed.num_experts, WIDTH=width, TOP_K=self.top_k, SIZE=size
-        )
+        """out [T, D] = shared + the rows of each token, ascending expert by ascending expert."""
+        sum_places(self.partial, self.chosen, self.packed.num_experts, self.shared, out)
 
 
 def _fp8(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,40 @@ linear(x, weight)        [rows, in] x [out, in] -> [rows, out] fp32.
 prepared(weight)         the same weight in the order of bytes that products read fastest; done once, at load.
 padded_rows(n, m)        rows to give a product so that no row's bits depend on how many others there are.
 stable_row_multiple(s)   start-up search for that m on this machine.
+
+Operands as they are stored (`stored.py`): Activation, StoredWeight, and GemmCase, what an implementation may refuse.
+
+linear_stored(x, weight)          [T, in] x [out, in] -> [T, out] fp32, codes or values of x as the weight asks.
+grouped_linear(x, weights, G)     [T, G * K] x [G * N, K] -> [T, G * N], group by group.
+quantise_rows(values)             rows with codes and scales.
+swiglu_quantise(h, limit, ...)    silu(gate) * up of [gate | up], with codes and scales.
+
+On GPUs: `triton.py`, which needs Triton.
 """
 
-from lamina.ops.gemm.ref import linear, padded_rows, prepared, stable_row_multiple
+from lamina.ops.gemm.ref import (
+    grouped_linear,
+    linear,
+    linear_stored,
+    padded_rows,
+    prepared,
+    quantise_rows,
+    stable_row_multiple,
+    swiglu_quantise,
+)
+from lamina.ops.gemm.stored import Activation, GemmCase, StoredWeight, empty_activation
 
-__all__ = ["linear", "padded_rows", "prepared", "stable_row_multiple"]
+__all__ = [
+    "Activation",
+    "GemmCase",
+    "StoredWeight",
+    "empty_activation",
+    "grouped_linear",
+    "linear",
+    "linear_stored",
+    "padded_rows",
+    "prepared",
+    "quantise_rows",
+    "stable_row_multiple",
+    "swiglu_quantise",
+]

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.ops.gemm.stored import BLOCK, Activation, StoredWeight
+from lamina.ops.quantise import dequantise_fp8_weight, e8m0_to_fp32, quantise_fp8
+
 ROW_MULTIPLES = (4, 8, 16, 32)
 MIN_COLUMNS = 16
 
@@ -66,3 +69,37 @@ def is_unstable(width_in: int, width_out: int, multiple: int, is_batched: bool =
         if not torch.equal(product(x[7 : 7 + count], 1), full[7 : 7 + count]):
             return True
     return False
+
+
+def linear_stored(x: Activation, weight: StoredWeight, exact: torch.dtype = torch.float32) -> Tensor:
+    """x [T, in] times weight [out, in] -> [T, out] in `exact`: what the operands mean, multiplied.
+
+    An fp8 weight is multiplied by x's codes if it has them, else by its values; other weights always by its values.
+    """
+    return grouped_linear(x, weight, 1, exact)
+
+
+def grouped_linear(x: Activation, weights: StoredWeight, groups: int, exact: torch.dtype = torch.float32) -> Tensor:
+    """x [T, G * K], weights [G * N, K] -> [T, G * N]: columns g * K .. of x times rows g * N .. of the weights."""
+    values, matrix = x.values.to(exact), weights.codes.to(exact)
+    if weights.scales is not None:
+        matrix = dequantise_fp8_weight(weights.codes, weights.scales, BLOCK).to(exact)
+        if x.codes is not None and x.scales is not None:
+            values = x.codes.to(exact) * x.scales.to(exact).repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
+    own = zip(values.chunk(groups, dim=1), matrix.chunk(groups))
+    return torch.cat([F.linear(columns, rows) for columns, rows in own], dim=1)
+
+
+def quantise_rows(values: Tensor) -> Activation:
+    """values [T, K] with codes and a power of two for every 128 columns."""
+    codes, scales = quantise_fp8(values, BLOCK)
+    return Activation(values, codes, e8m0_to_fp32(scales))
+
+
+def swiglu_quantise(h: Tensor, limit: float, dtype: torch.dtype, is_fp8: bool) -> Activation:
+    """silu(gate) * up of rows h [T, 2 * I] = [gate | up] in fp32, rounded to `dtype`, with codes if is_fp8; limit 0 = none."""
+    gate, up = h.float().chunk(2, dim=-1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    values = (gate / torch.exp(-gate).add_(1) * up).to(dtype)
+    return quantise_rows(values) if is_fp8 else Activation(values)

@@ -7,7 +7,10 @@ rotate(x, cos, sin)                    interleaved pairs (2p, 2p+1) of the last 
 query_norm_rope(q, cos, sin, eps)      per-head norm without weight, then rotation of the last dims.
 entry_norm_rope(x, weight, cos, sin, eps)  norm with weight, then rotation of the last dims: a key/value or an entry.
 unrotate(o, cos, sin)                  the attention output back by the query's own position.
+RopeNormCase                           the shapes that `triton.py` (which needs Triton) serves or refuses.
 """
+
+from dataclasses import dataclass
 
 from lamina.ops.rope_norm.ref import (
     Yarn,
@@ -20,4 +23,22 @@ from lamina.ops.rope_norm.ref import (
     unrotate,
 )
 
-__all__ = ["Yarn", "entry_norm_rope", "inverse_frequencies", "query_norm_rope", "rms_norm", "rope_tables", "rotate", "unrotate"]
+__all__ = [
+    "RopeNormCase",
+    "Yarn",
+    "entry_norm_rope",
+    "inverse_frequencies",
+    "query_norm_rope",
+    "rms_norm",
+    "rope_tables",
+    "rotate",
+    "unrotate",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeNormCase:
+    """dim  of a head.   rope  its last dims, which turn."""
+
+    dim: int
+    rope: int

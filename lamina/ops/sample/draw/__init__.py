@@ -1,0 +1,1 @@
+"""Kernels of the random draw, with `triton.py` of the folder above."""

@@ -1,0 +1,117 @@
+"""What the tests of kernels share: where they run, outputs that nobody may read, and machine code made without a GPU.
+
+Without a GPU a test file runs twice: pytest itself compiles its kernels ahead of time, and one test starts the file again under
+Triton's interpreter, where `runs_kernels` tests run. On a GPU everything runs in the one process.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU and not INTERPRETED else "cpu"
+#: the interpreter computes wrongly in bf16
+X_DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+runs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in the process that test_interpreted starts")
+compiles_kernels = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+starts_interpreter = pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
+
+#: an index far outside every buffer
+FAR = 1 << 30
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_interpreted(file: str, timeout_s: int = 900) -> None:
+    """Runs the tests of a file once more, in a process of its own, with Triton's interpreter; fails as they fail."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=_ROOT)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor on the test's device that must be written before it is read: NaN, or FAR; bytes are 255, which is NaN as e4m3."""
+    if dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+        return torch.full(shape, 255, dtype=torch.uint8, device=DEVICE).view(dtype)
+    return torch.full(shape, torch.nan if dtype.is_floating_point else FAR, dtype=dtype, device=DEVICE)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCode:
+    """One kernel as the GPU would run it.
+
+    text  SASS.   registers  of a thread.   stack_bytes  of a thread.   shared_bytes  of a program.
+    """
+
+    text: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    def count(self, instruction: str) -> int:
+        """Instructions whose name begins so: "HGMMA", "QGMMA.64x16x32", "LDG.E.128"."""
+        return len(re.findall(rf"\s{re.escape(instruction)}[\s.;]", self.text))
+
+    @property
+    def spills(self) -> int:
+        """Stores of registers to memory of the thread, and loads back."""
+        return self.count("STL") + self.count("LDL")
+
+    @property
+    def instructions(self) -> int:
+        """All of them."""
+        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", self.text, flags=re.MULTILINE))
+
+
+def machine_code(
+    kernel: JITFunction, signature: Mapping[str, str], constants: Mapping[str, object], capability: int = 90, warps: int = 4,
+    stages: int = 3, aligned: tuple[str, ...] = (),
+) -> MachineCode:  # fmt: skip
+    """`kernel` compiled for compute capability 9.0 = 90, without a GPU.
+
+    signature  type of every argument that is no constant: "*bf16", "*fp8e4nv", "*u8", "*fp32", "*i32", "i32", "fp32".
+    constants  value of every constexpr argument without a default, and of every argument to be specialised (None, 1).
+    aligned    integer arguments to be taken as multiples of 16; pointers always are.
+    Raises     KeyError for an argument that is in neither.
+    """
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    given = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | dict(constants)
+    types = {name: "constexpr" if name in given else signature[name] for name in kernel.arg_names}
+    multiples = [name for name, kind in types.items() if kind.startswith("*") or name in aligned]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = source_type(kernel, signature=types, constexprs=given, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text, usage = (_cuobjdump(option, file.name) for option in ("-sass", "-res-usage"))
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    return MachineCode(text, int(found["REG"]), int(found["STACK"]), int(compiled.metadata.shared))
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
