@@ -4,6 +4,7 @@ import logging
 import numbers
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from lamina.runtime.worker import Worker
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
-from lamina.schedule.step import Step
+from lamina.schedule.step import LaunchedStep, Step
 
 _LOG = get_logger(__name__)
 
@@ -48,14 +49,17 @@ class Group:
 class Engine:
     """Loads a checkpoint and serves requests; safe to use from several threads, one step at a time.
 
-    on_tensor  called with (done, total) while weights load.
+    on_tensor  called with (done, total) while weights load.   on_warmup  then while steps of each kind are tried.
     Raises ConfigError, CapacityError or WeightError, each one line.
     """
 
-    def __init__(self, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None,
+        on_warmup: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
         self.directory = locate(config.model)
         self.worker = Worker(self.directory, config)
+        self.config = config = self.worker.config
         self.layout, self.num_pages = self.worker.layout, self.worker.num_pages
         self.vocab_size = self.worker.vocab_size
         self.max_model_len = _max_model_len(config, self.layout, self.num_pages, self.worker.max_positions)
@@ -64,8 +68,12 @@ class Engine:
             raise ConfigError(
                 "tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json"
             )
-        self.worker.load(on_tensor)
+        self.worker.load(on_tensor, self.max_model_len)
+        if config.warmup:
+            self.worker.warmup(on_warmup)
         self._model_id = self.worker.model_id()
+        self._overlaps = self.worker.runner.overlaps
+        self._flying: deque[tuple[Step, LaunchedStep]] = deque()  # launched and not booked, oldest first
         self._start_books()
         self.groups: dict[int, Group] = {}
         self._requests: dict[int, Request] = {}
@@ -82,10 +90,11 @@ class Engine:
     def _start_books(self) -> None:
         """An empty ledger and a scheduler over it."""
         config = self.config
-        self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.pads_rows)
+        self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.has_equal_twins)
         self.scheduler = Scheduler(
-            self.ledger, config.max_step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval
+            self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps
         )  # fmt: skip
+        self._flying.clear()
 
     # -- requests
 
@@ -189,31 +198,47 @@ class Engine:
     # -- the loop
 
     def step(self) -> bool:
-        """Plans, executes and books one step. False if there was nothing to do. Ctrl-C waits for its end.
+        """Plans and launches what can run, then books the oldest step. False if there was nothing to do. Ctrl-C waits for that.
 
-        If it cannot be finished, what ran ends with "error", the memory starts empty, and the exception goes on.
+        Where the runtime overlaps, the next step is on its way before this one is waited for; nothing is once all work is done.
+        If a step cannot be finished, what ran ends with "error", the memory starts empty, and the exception goes on.
         """
         with self._lock, deferred_interrupts():
             try:
-                step = self.scheduler.plan()
-                if step is None:
+                self._launch()
+                if not self._flying:
                     return False
-                result = self.worker.execute(step)
-                if self.on_computed is not None:
-                    self.on_computed(step)
-                for drawn in self.scheduler.apply(step, result, self._requests):
-                    self._book(drawn)
+                self._finish_oldest()
+                while self._flying and not self.scheduler.has_work:
+                    self._finish_oldest()  # it drew for requests that have just ended
             except BaseException:
                 self._start_again()
                 raise
             return True
+
+    def _launch(self) -> None:
+        """Keeps one step on its way, or two where they overlap."""
+        while len(self._flying) < 1 + self._overlaps:
+            step = self.scheduler.plan()
+            if step is None:
+                return
+            self._flying.append((step, self.worker.execute(step)))
+
+    def _finish_oldest(self) -> None:
+        """Waits for the oldest launched step and books it."""
+        step, launched = self._flying.popleft()
+        result = launched.result()
+        if self.on_computed is not None:
+            self.on_computed(step)
+        for drawn in self.scheduler.apply(step, result, self._requests):
+            self._book(drawn)
 
     def _start_again(self) -> None:
         """After a step that broke off: nothing that it left behind is trusted. Requests that wait stay queued."""
         self._start_books()
         for request in list(self._requests.values()):
             if request.state is RequestState.WAITING:
-                request.lease, request.awaits_result = None, False
+                request.lease, request.num_pending = None, 0
                 self.scheduler.add(request)
             else:
                 request.state, request.lease, request.finish_reason = RequestState.FINISHED, None, "error"
@@ -241,26 +266,25 @@ class Engine:
             self.step_for([group])
 
     def _book(self, drawn: Drawn) -> None:
-        request = drawn.request
+        request, token, logprobs = drawn
         group = self.groups[request.id]
-        growing = group.growing[request.child]
-        if len(request.prompt) >= self.max_model_len:
+        growing, reason = group.growing[request.child], request.finish_reason
+        if reason is not None and len(request.prompt) >= self.max_model_len:
             self._close(request, group, "length")
             return
-        reason = request.finish_reason
-        if drawn.token is None:
+        if token is None:
             self._close(request, group, "error")
             return
-        text, matched = growing.push(drawn.token, drawn.logprobs, reason == "stop")
-        if reason == "stop" and drawn.token in request.params.stop_token_ids:
-            growing.output.stop_reason = drawn.token
+        text, matched = growing.push(token, logprobs, reason == "stop")
+        if reason == "stop" and token in request.params.stop_token_ids:
+            growing.output.stop_reason = token
         if matched is not None:
             self.scheduler.finish(request, "stop")
             reason, growing.output.stop_reason = "stop", matched
         if reason is not None:
-            self._close(request, group, reason, text, (drawn.token,))
+            self._close(request, group, reason, text, (token,))
         else:
-            group.deltas.append(Delta(group.id, group.prompt_index, request.child, text, (drawn.token,), None, group.output))
+            group.deltas.append(Delta(group.id, group.prompt_index, request.child, text, (token,), None, group.output))
 
     def _close(self, request: Request, group: Group, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Finishes the text and the figures of one output."""

@@ -32,13 +32,17 @@ class LLM:
         cache_format: str = "fp8",
         index_format: str = "fp4",
         device: str = "cpu",
-        cache_bytes: int | str = "1GiB",
-        max_step_tokens: int = 1024,
+        cache_bytes: int | str | None = None,
+        max_step_tokens: int | None = None,
         max_requests: int = 256,
         max_model_len: int | None = None,
         block_tokens: int | None = None,
-        deterministic: bool | str = "strict",
+        deterministic: bool | str | None = None,
         seed: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        kernels: str = "auto",
+        activation_format: str = "auto",
+        warmup: bool = True,
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -54,6 +58,10 @@ class LLM:
             block_tokens=block_tokens,
             deterministic=deterministic,
             seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kernels=kernels,
+            activation_format=activation_format,
+            warmup=warmup,
         )
         self.engine = Engine(config, on_tensor)
 

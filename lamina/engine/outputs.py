@@ -1,6 +1,7 @@
 """What a user gets back: vLLM's names and shapes."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class RequestOutput:
         return self.usage.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of one output as it streams. `text` may be empty while a character or a stop string is still open."""
 
     request_id: int

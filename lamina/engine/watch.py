@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from lamina.engine.engine import Engine
 from lamina.memory.lease import PageCounts
 from lamina.memory.plan import Held, Prediction, measured, predict
-from lamina.schedule.request import Request, RequestState
+from lamina.schedule.request import Request
 from lamina.schedule.step import Slice, Step
 
 
@@ -169,16 +169,14 @@ class Watch:
         counted = {*published, *(page for lease in ledger.leases for page in lease.blocks)}
         kept = {checkpoint.open_page for checkpoint in checkpoints if checkpoint.open_page is not None} - counted
         blocks = [Held(self.engine.layout.block_tokens, running=False)] * len(kept)
-        positions = tuple(request.lease.position for request in self.engine.scheduler.running if request.lease is not None)
+        positions = tuple(lease.position for _, lease in self.engine.scheduler.holders)
         self._moment = (running + left + blocks, tuple(checkpoint.position for checkpoint in checkpoints), positions, len(left))
         self._evictions = ledger.evictions
 
     def _running(self, published: set[int]) -> Iterator[Held]:
-        """Running requests, first come first; a published block with the same tokens as an earlier one's is the same page."""
+        """Who holds memory, first come first; a published block with the same tokens as an earlier one's is the same page."""
         self._seen.clear()
-        for request in self.engine.scheduler.running:
-            lease = request.lease
-            assert lease is not None
+        for request, lease in self.engine.scheduler.holders:
             resident = max(lease.committed, lease.write_from)  # a replay holds the log that it stands on from its first step
             keys = self._block_keys(request, resident)
             num_published = next((n for n, page in enumerate(lease.blocks[: len(keys)]) if page not in published), len(keys))
@@ -188,8 +186,9 @@ class Watch:
 
     def _ended(self) -> Iterator[Held]:
         """Full blocks that requests left for reuse that ended or were preempted."""
+        holding = {request.id for request, _ in self.engine.scheduler.holders}
         for request in self._requests.values():
-            if request.state is not RequestState.RUNNING and request.peak_position:
+            if request.id not in holding and request.peak_position:
                 full = self._left(request)
                 keys = self._block_keys(request, full * self.engine.layout.block_tokens)
                 yield Held(full * self.engine.layout.block_tokens, running=False, shared_blocks=_leading(keys, self._seen))

@@ -1,7 +1,7 @@
 """What the ledger hands out: leases, refusals and counts. Only the ledger writes a lease."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamina.memory.layout import Layout
 from lamina.memory.prefix import Checkpoint, Hit, Node, TailPages
@@ -24,7 +24,7 @@ class Lease:
     slot       page ids of the slot.   hit  what the prefix lookup found.
     write_from the log of tokens before this is there already and is not written again.
     valid_from nothing of the slot's memories exists before this: an empty slot started here to be rebuilt up to write_from.
-    cuts       where the planned steps end that are in flight, ascending.
+    cuts       where the planned steps end that are in flight, ascending; kept where there are large windows.
     junction   where this request leaves a path that is stored, if a checkpoint there would save enough; end a slice there.
     state      running | closing | finished | preempted | cancelled.
     """
@@ -152,6 +152,11 @@ class Stats:
     finished: int = 0
     cancelled: int = 0
     stale_commits: int = 0
+
+
+def public(hit: Hit) -> Hit:
+    """The hit without its objects in the index, which would live as long as it does."""
+    return replace(hit, checkpoint=None, node=None)
 
 
 def refused(layout: Layout, num_pages: int, num_tokens: int, max_new: int) -> Refused:

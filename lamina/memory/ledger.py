@@ -12,6 +12,7 @@ from dataclasses import astuple, replace
 from lamina.base.errors import ConfigError
 from lamina.memory.arena import Arena
 from lamina.memory.check import check_books, check_windows
+from lamina.memory.decodes import Decodes
 from lamina.memory.layout import Layout
 from lamina.memory.lease import (
     CANCELLED,
@@ -25,6 +26,7 @@ from lamina.memory.lease import (
     Refused,
     Stats,
     Wait,
+    public,
     refused,
     waiting,
 )  # fmt: skip
@@ -62,6 +64,7 @@ class Ledger:
         self._windows = Windows(self.arena, layout, self._account)
         self._publisher = Publisher(layout, self.arena, self.index, self._windows, self.stats, adopt_twins)
         self._movers = Movers(self.arena, self.index)
+        self.decodes = Decodes(layout, lambda: self._spare, self.extend, self.new_blocks, self.commit)
         self._leases: dict[Lease, None] = {}  # in order of admission
         self._outbox: list[tuple[Order, Checkpoint | None]] = []
         self._clock = 0
@@ -119,7 +122,7 @@ class Ledger:
         prompt = self._as_prompt(tokens, salt)
         if limit is None:
             limit = self._hit_limit(len(prompt))
-        return _public(self._lookup(prompt, max(0, min(limit, len(prompt)))))
+        return public(self._lookup(prompt, max(0, min(limit, len(prompt)))))
 
     def take_orders(self) -> tuple[Order, ...]:
         """Empties the outbox: the copies to carry out, in order. Copies into checkpoints that are gone unread are left out."""
@@ -164,7 +167,7 @@ class Ledger:
             return wait
         self._clock += 1
         lease = Lease(
-            name, prompt.salt, prompt.ids[:], len(prompt), max_new, _public(found), found.position, found.position, junction,
+            name, prompt.salt, prompt.ids[:], len(prompt), max_new, public(found), found.position, found.position, junction,
             blocks=path, tails=[{} for _ in self.layout.tails], write_from=found.log_tokens,
             valid_from=found.position if found.replayed else 0,
         )  # fmt: skip
@@ -213,7 +216,7 @@ class Ledger:
         self._require_running(lease, "extend")
         if n < 0:
             raise ConfigError("n", n, "at least 0")
-        return self._needed(lease, n) <= max(0, self.arena.free + self.arena.evictable - (self._lacking - lease._lacks))
+        return self._needed(lease, n) <= max(0, self._spare + lease._lacks)
 
     def room(self, lease: Lease, n: int) -> int:
         """The most tokens, at most n, that `extend` would plan now."""
@@ -230,18 +233,20 @@ class Ledger:
 
         False, and nothing has changed, where there is no page that admitted prefills do not lack: preempt someone.
         """
+        if n == 1 and lease._decodes and lease.position % self.layout.block_tokens and not self.layout.tails:
+            lease.position += 1  # a decode inside its open block: no page, and nothing to be counted anew
+            return True
         if not self.can_extend(lease, n):
             return False
         self._clock += 1
         self.index.make_free(self._needed(lease, n), self._clock, lease.name)
         lease.position += n
-        if n:
-            lease.cuts.append(lease.position)
         if self.layout.has_logs:
             need = self.layout.blocks_for(lease.position) - len(lease.blocks)
             if need > 0:
                 lease.blocks += self.arena.take_many_for_lease(need)
         if self.layout.tails:
+            lease.cuts += [lease.position] if n else []
             self._windows.grow(lease, lease.position)
         self._account(lease)
         return True
@@ -258,6 +263,13 @@ class Ledger:
         Raises ConfigError for more tokens than are in flight and for ids that differ from those known (the prompt).
         After the end of the lease it is ignored and counted.
         """
+        seen = lease.committed + 1
+        if len(tokens) == 1 and lease._decodes and len(lease.tokens) < seen <= lease.position and not lease._pending:
+            token, is_inside = tokens[0], seen % self.layout.block_tokens
+            if is_inside and not self.layout.tails and type(token) is int and 0 <= token < 1 << 31:
+                lease.tokens.append(token)  # a decode that fills no block: nothing to publish
+                lease.committed = seen
+                return
         if lease.ended:
             self.stats.stale_commits += 1
             return
@@ -272,8 +284,8 @@ class Ledger:
         self._clock += 1
         lease.tokens.extend(ids[len(known) :])
         lease.committed += len(ids)
-        del lease.cuts[: bisect_right(lease.cuts, lease.committed)]
         if self.layout.tails:
+            del lease.cuts[: bisect_right(lease.cuts, lease.committed)]
             self._windows.trim(lease)
             self._account(lease)
         self._publisher.publish(lease, self._clock)
@@ -296,7 +308,7 @@ class Ledger:
         while lease._pending and lease._pending[-1].position > position:
             self._publisher.drop_pending(lease._pending.pop())
         del lease.cuts[bisect_right(lease.cuts, position) :]
-        if position > max([lease.committed, *lease.cuts[-1:]]):
+        if self.layout.tails and position > max([lease.committed, *lease.cuts[-1:]]):
             lease.cuts.append(position)
         keep = max(self._blocks(position), self._publisher.depth(lease))
         while len(lease.blocks) > keep and self.layout.has_logs:
@@ -321,7 +333,7 @@ class Ledger:
         if lease._detached and position // self.layout.block_tokens > self._publisher.depth(lease):
             return False
         count = self.layout.checkpoint_pages(position)
-        if count > self.arena.free + self.arena.evictable - self._lacking:
+        if count > self._spare:
             self.stats.checkpoints_skipped += 1
             return False
         self._clock += 1
@@ -398,7 +410,6 @@ class Ledger:
         return tokens if isinstance(tokens, Prompt) else self.index.prompt(tokens, salt)
 
     def _blocks(self, num_tokens: int) -> int:
-        """Block pages of a request of that many tokens."""
         return self.layout.block_pages(num_tokens)
 
     def _hit_limit(self, num_tokens: int) -> int:
@@ -518,6 +529,11 @@ class Ledger:
         if lease.state != RUNNING:
             raise ConfigError("lease.state", lease.state, f"running, to {what}")
 
+    @property
+    def _spare(self) -> int:
+        """Pages to be had beyond what admitted prefills lack."""
+        return self.arena.free + self.arena.evictable - self._lacking
+
     def _needed(self, lease: Lease, n: int) -> int:
         """Pages that n more tokens take."""
         position = lease.position + n
@@ -578,8 +594,3 @@ class Ledger:
         lease.blocks, lease.slot, lease.cuts, lease._pending, lease._tip, lease._prompt = [], (), [], [], None, None
         self._account(lease)
         del self._leases[lease]
-
-
-def _public(hit: Hit) -> Hit:
-    """The hit without its objects in the index, which would live as long as it does."""
-    return replace(hit, checkpoint=None, node=None)

@@ -25,6 +25,7 @@ class Request:
     tokens   prompt and output ids known so far; the last drawn one is known before it is computed.
     max_new  most tokens it may draw, the model's length included.   stop_ids  ids that end it.
     encoded  its tokens as the ledger looks them up, while it waits.
+    num_pending  tokens that launched steps are drawing for it; they come after `tokens`.
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -46,19 +47,31 @@ class Request:
     cached_tokens: int = 0
     has_prompt_checkpoint: bool = False
     is_prompt_done: bool = False
-    awaits_result: bool = False
+    num_pending: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     peak_position: int = 0
+    looks_at_ids: bool = field(init=False)  # drawing needs to know what was drawn before
 
     def __post_init__(self) -> None:
         self.tokens.extend(self.prompt)
+        self.looks_at_ids = self.params.has_penalties
 
     @property
     def num_output(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether a launched step is drawing a token for it."""
+        return self.num_pending > 0
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next token can be drawn while the last one is not known here, and is wanted whatever that one is."""
+        return not self.looks_at_ids and len(self.tokens) + self.num_pending - len(self.prompt) < self.max_new
 
     @property
     def output(self) -> list[int]:

@@ -1,24 +1,37 @@
 """Continuous batching: which tokens of which requests run in the next step. No tensors.
 
-`plan` and `apply` are the only mutators. plan(k + 1) may come before apply(k): a request that waits for a drawn token then
-simply has nothing to plan. First come, first served; running requests before waiting ones; the last to come is preempted first.
+`plan` and `apply` are the only mutators. First come, first served; running requests before waiting ones; the last to come is
+preempted first.
+
+plan(k + 1) may come before apply(k). Where the runtime overlaps, a request whose token is still being drawn then gets the slice
+that computes it, with the id left open: positions advance in `plan`, ids come in `apply`. If the token turns out to end the
+request, that slice was for nothing but for the token itself, which stays a part of what can be reused. Memory of what is in
+flight is never taken away.
+
+Where all that runs decodes, it is taken as one cohort: counters move in loops without a call a request, and the step has columns
+instead of slices. A request that comes, ends or does anything else dissolves the cohort; the next plan gathers a new one.
 """
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from lamina.base.log import event, get_logger
 from lamina.memory.lease import Lease, Refused, Wait
 from lamina.memory.ledger import Ledger
+from lamina.memory.orders import Order
 from lamina.schedule.request import Request, RequestState
-from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
+from lamina.schedule.step import UNKNOWN, Decodes, Listed, Member, Sample, Slice, Step, StepResult, TokenLogprobs
 
 _LOG = get_logger(__name__)
+_UNKNOWN = (UNKNOWN,)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One token that a step drew for a request; None where the model's scores were not finite and the request ended."""
 
     request: Request
@@ -26,33 +39,103 @@ class Drawn:
     logprobs: TokenLogprobs | None
 
 
+_make_drawn = partial(tuple.__new__, Drawn)  # what Drawn._make is, a third of its time
+
+
+class _Flight(NamedTuple):
+    """Who the slices and samples of a launched step are for, and the leases that they had then."""
+
+    slices: list[tuple[Request, Lease]]
+    samples: list[tuple[Request, Lease]]
+
+
+class _Cohort:
+    """All that runs, but for those whose last token is being drawn: each decodes, until the first draws its last token.
+
+    flight  their requests and leases, as a step keeps them.   to_plan, to_book  steps until then.
+    """
+
+    __slots__ = ("flight", "ids", "leases", "members", "requests", "to_book", "to_plan", "unknown")
+
+    def __init__(self, members: tuple[Member, ...], requests: list[Request], leases: list[Lease], num_steps: int) -> None:
+        self.members, self.requests, self.leases = members, requests, leases
+        pairs = list(zip(requests, leases, strict=True))
+        self.flight = _Flight(pairs, pairs)
+        self.ids = frozenset(one.request_id for one in members)
+        self.unknown = np.full(len(members), UNKNOWN, np.int32)
+        self.to_plan = self.to_book = num_steps
+
+
+class _Draft:
+    """A step that is being planned."""
+
+    __slots__ = ("budget", "checkpoints", "decodes", "flight", "planned", "samples", "slices")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decodes: Decodes | None = None  # all there is, so far
+        self.slices: list[Slice] = []
+        self.samples: list[Sample] = []
+        self.flight = _Flight([], [])
+        self.checkpoints: list[Lease] = []
+        self.planned: set[int] = set()  # requests that have a part in it
+
+    def spread(self) -> None:
+        """Others join: decodes become slices and samples among others."""
+        if self.decodes is not None:
+            self.slices, self.samples = list(self.decodes.slices()), list(self.decodes.samples())
+            self.flight = _Flight(list(self.flight.slices), list(self.flight.samples))
+            self.decodes = None
+
+    def step(self, number: int, before: tuple[Order, ...], after: tuple[Order, ...]) -> Step:
+        """As it is now."""
+        decodes = self.decodes
+        if decodes is None:
+            return Step(number, before, tuple(self.slices), tuple(self.samples), after)
+        count = len(decodes.members)
+        return Step(number, before, Listed(count, decodes.slices), Listed(count, decodes.samples), after, decodes)
+
+
 class Scheduler:
     """Plans steps over one ledger.
 
     max_step_tokens  rows of one step.   max_requests  requests that run at once.   vocab_size  token ids there are.
     checkpoint_interval  tokens after which a checkpoint is made on the way; None: only at ends and junctions.
+    overlaps             a token that is being drawn may be computed by the next step.
     """
 
     def __init__(
-        self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int, checkpoint_interval: int | None = None
-    ) -> None:
+        self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int, checkpoint_interval: int | None = None,
+        overlaps: bool = False,
+    ) -> None:  # fmt: skip
         self.ledger = ledger
         self.max_step_tokens = max_step_tokens
         self.max_requests = max_requests
         self.vocab_size = vocab_size
         self.checkpoint_interval = checkpoint_interval
+        self.overlaps = overlaps
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_steps = 0
-        self._leases: dict[int, list[Lease]] = {}  # of each step in flight, one a slice
+        self._flights: dict[int, _Flight] = {}  # by step number
+        self._closing: list[tuple[Request, Lease]] = []  # ended or preempted with tokens in flight
         self._free_rows = list(range(max_requests))[::-1]
         self._rows: dict[int, int] = {}  # of running requests: their row in the runtime's tables
+        self._members: dict[int, Member] = {}  # of running requests that have been in a cohort
+        self._cohort: _Cohort | None = None
+        self._gathers = checkpoint_interval is None and ledger.decodes.are_alike
         self.late_results = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return bool(self.waiting or self.running)
+
+    @property
+    def holders(self) -> list[tuple[Request, Lease]]:
+        """Who holds memory: running requests, first come first, then those that have stopped with tokens in flight."""
+        running = [(request, request.lease) for request in self.running if request.lease is not None]
+        return [*running, *((request, lease) for request, lease in self._closing if not lease.ended)]
 
     def add(self, request: Request) -> None:
         """Queues a request. Whether it can ever fit is the caller's to check before."""
@@ -72,15 +155,20 @@ class Scheduler:
             return
         if request.lease is not None:
             self.ledger.finish(request.lease)
+            self._close(request, request.lease)
         self._end(request, reason)
 
     def preempt(self, request: Request) -> None:
-        """Takes a running request's memory; it waits at the front and resumes from its own checkpoint."""
+        """Takes a running request's memory; it waits at the front and resumes from its own checkpoint.
+
+        With tokens in flight it takes effect when their step is booked; what that step draws is drawn again.
+        """
         assert request.state is RequestState.RUNNING and request.lease is not None
         self.ledger.preempt(request.lease)
+        self._close(request, request.lease)
         self.running.remove(request)
         self._leave_row(request)
-        request.lease = None
+        request.lease, request.num_pending = None, 0
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -88,56 +176,57 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can run before a result comes."""
-        budget = self.max_step_tokens
-        slices: list[Slice] = []
-        samples: list[Sample] = []
-        checkpoints: list[Lease] = []
-        preempted = False
-        for request in list(self.running):
-            if request.state is not RequestState.RUNNING or request.awaits_result or budget == 0:
+        draft = _Draft(self.max_step_tokens)
+        admits = True
+        for request in () if self._take_cohort(draft) else list(self.running):
+            if draft.budget == 0:
+                break
+            if request.state is not RequestState.RUNNING:
                 continue
-            count = self._extend(request, budget, {part.request_id for part in slices})
-            preempted = preempted or count is None
-            if count:
-                budget -= count
-                self._take(request, count, slices, samples, checkpoints)
-        while not preempted and budget > 0 and len(self.running) < self.max_requests:
-            admitted = self._admit_next()
-            if admitted is None:
-                break
-            count = self._extend(admitted, budget, {part.request_id for part in slices})
+            if (request.num_pending and not (self.overlaps and request.may_run_ahead)) or self._take_decode(request, draft):
+                continue
+            count = self._extend(request, draft)
             if count is None:
+                admits = False
+                if request.state is RequestState.RUNNING:
+                    break  # those that came later stop, until the last of them has nothing in flight and gives its memory up
+            elif count:
+                self._take(request, count, draft)
+        while admits and draft.budget > 0 and len(self.running) < self.max_requests:
+            admitted = self._admit_next()
+            count = self._extend(admitted, draft) if admitted is not None else None
+            if admitted is None or count is None:
                 break
-            budget -= count
-            self._take(admitted, count, slices, samples, checkpoints)
+            self._take(admitted, count, draft)
         before = self.ledger.take_orders()
-        for lease in checkpoints:
+        for lease in draft.checkpoints:
             self.ledger.checkpoint(lease)
         after = self.ledger.take_orders()
-        if not slices and not samples and not before:
+        if not draft.flight.slices and not draft.flight.samples and not before:
             return None
         self.num_steps += 1
-        by_id = {request.id: request.lease for request in self.running if request.lease is not None}
-        self._leases[self.num_steps] = [by_id[part.request_id] for part in slices]
-        return Step(self.num_steps, before, tuple(slices), tuple(samples), after)
+        self._flights[self.num_steps] = draft.flight
+        return draft.step(self.num_steps, before, after)
 
     def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
-        """Books what a step gave: published blocks, new tokens, ended requests. Late results are counted and dropped."""
-        for part, lease, logprobs in zip(step.slices, self._leases.pop(step.number), result.prompt_logprobs, strict=True):
-            self.ledger.commit(lease, part.tokens)  # an ended lease ignores it, a closing one ends with it
-            request = requests.get(part.request_id)
-            if request is None or request.lease is not lease:
-                self.late_results += 1
-                continue
-            request.prompt_logprobs.extend(logprobs)
-            request.is_prompt_done = request.is_prompt_done or part.stop >= len(request.prompt)
+        """Books what a step gave: published blocks, new tokens, ended requests. Steps are booked in the order of their plans.
+
+        Late results, of requests that have ended or lost their memory meanwhile, are counted and dropped.
+        """
+        flight = self._flights.pop(step.number)
+        cohort = self._cohort
+        if cohort is not None and cohort.flight is flight and cohort.ids <= requests.keys():
+            return self._apply_cohort(cohort, result)
+        if step.decodes is not None:
+            self._commit_decodes(step.decodes, flight)
+        else:
+            self._commit_slices(step.slices, flight, result)
         drawn = []
-        for item, token, logprob in zip(step.samples, result.tokens, result.logprobs, strict=True):
-            request = requests.get(item.request_id)
-            if request is None or request.state is not RequestState.RUNNING:
+        for (request, lease), token, logprob in zip(flight.samples, result.tokens, result.logprobs, strict=True):
+            if request.lease is not lease or request.id not in requests:
                 self.late_results += 1
                 continue
-            request.awaits_result = False
+            request.num_pending -= 1
             request.is_prompt_done = True
             drawn.append(Drawn(request, token, logprob))
             if token is None:
@@ -146,9 +235,64 @@ class Scheduler:
             request.tokens.append(token)
             if token in request.stop_ids:
                 self.finish(request, "stop")
-            elif request.num_output >= request.max_new:
+            elif len(request.tokens) - len(request.prompt) >= request.max_new:
                 self.finish(request, "length")
         return drawn
+
+    def _apply_cohort(self, cohort: _Cohort, result: StepResult) -> list[Drawn]:
+        """`apply` of a step of the cohort that still runs: nobody's result is late, nobody has ended before it."""
+        self.ledger.decodes.commit(cohort.leases, [request.tokens[-1] for request in cohort.requests])
+        drawn = list(map(_make_drawn, zip(cohort.requests, result.tokens, result.logprobs, strict=True)))
+        cohort.to_book -= 1
+        for request, token in zip(cohort.requests, result.tokens, strict=True):
+            request.num_pending -= 1
+            if token is None:
+                self.cancel(request, "error")
+                continue
+            request.tokens.append(token)
+            if token in request.stop_ids:
+                self.finish(request, "stop")
+            elif not cohort.to_book and len(request.tokens) - len(request.prompt) >= request.max_new:
+                self.finish(request, "length")
+        return drawn
+
+    def _commit_slices(self, slices: Sequence[Slice], flight: _Flight, result: StepResult) -> None:
+        """Books what has been computed."""
+        commit = self.ledger.commit
+        for part, (request, lease), logprobs in zip(slices, flight.slices, result.prompt_logprobs, strict=True):
+            tokens = part.tokens
+            if tokens == _UNKNOWN:
+                if part.start < len(request.tokens):
+                    tokens = (request.tokens[part.start],)
+                else:  # it was drawn for nobody: what has been computed of it is not known to be of any use
+                    self.ledger.cancel(lease)
+            commit(lease, tokens)  # an ended lease ignores it, a closing one ends with it
+            if request.lease is not lease:
+                self.late_results += 1
+                continue
+            if logprobs:
+                request.prompt_logprobs.extend(logprobs)
+            if not request.is_prompt_done:
+                request.is_prompt_done = part.stop >= len(request.prompt)
+
+    def _commit_decodes(self, decodes: Decodes, flight: _Flight) -> None:
+        """The same for decodes; their prompts were done before."""
+        ids = []
+        for (request, lease), start in zip(flight.slices, decodes.positions.tolist(), strict=True):
+            if start < len(request.tokens):
+                ids.append(request.tokens[start])
+            else:
+                ids.append(0)
+                self.ledger.cancel(lease)
+            if request.lease is not lease:
+                self.late_results += 1
+        self.ledger.decodes.commit([lease for _, lease in flight.slices], ids)
+
+    def _close(self, request: Request, lease: Lease) -> None:
+        """Keeps a lease in mind that goes on until its last step has been booked."""
+        self._closing = [pair for pair in self._closing if not pair[1].ended]
+        if not lease.ended:
+            self._closing.append((request, lease))
 
     def _end(self, request: Request, reason: str) -> None:
         if request.state is RequestState.RUNNING:
@@ -157,12 +301,15 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
-        request.lease = None
+        request.lease, request.num_pending = None, 0
         request.finish_reason = reason
 
     def _leave_row(self, request: Request) -> None:
         """The row of a request that stops running is free for another."""
         self._free_rows.append(self._rows.pop(request.id))
+        self._members.pop(request.id, None)
+        if self._cohort is not None and request.id in self._cohort.ids:
+            self._cohort = None
 
     def _admit_next(self) -> Request | None:
         """Admits the first waiting request that does not wait for a sibling's prompt; None if there is none or it must wait."""
@@ -183,6 +330,7 @@ class Scheduler:
         assert not isinstance(lease, Refused), lease  # checked before it was queued
         self.waiting.remove(request)
         self.running.append(request)
+        self._cohort = None
         self._rows[request.id] = self._free_rows.pop()
         request.state = RequestState.RUNNING
         request.lease, request.encoded = lease, None
@@ -197,78 +345,189 @@ class Scheduler:
         """Tokens that the request can run now: to its next cut, within the budget."""
         lease = request.lease
         assert lease is not None
-        stop = min(len(request.tokens), lease.position + budget)
-        cuts = [len(request.prompt)] if not request.has_prompt_checkpoint else []
-        cuts += [lease.junction] if lease.junction is not None else []
-        cuts += [lease.write_from] if lease.valid_from else []
-        if self.checkpoint_interval is not None:
-            cuts.append((lease.position // self.checkpoint_interval + 1) * self.checkpoint_interval)
-        return min([stop, *(cut for cut in cuts if lease.position < cut)]) - lease.position
+        position = lease.position
+        stop = min(len(request.tokens) + request.num_pending, position + budget)
+        if stop - position > 1:  # one token crosses no cut
+            cuts = [len(request.prompt)] if not request.has_prompt_checkpoint else []
+            cuts += [lease.junction] if lease.junction is not None else []
+            cuts += [lease.write_from] if lease.valid_from else []
+            if self.checkpoint_interval is not None:
+                cuts.append((position // self.checkpoint_interval + 1) * self.checkpoint_interval)
+            stop = min([stop, *(cut for cut in cuts if position < cut)])
+        return stop - position
 
-    def _extend(self, request: Request, budget: int, planned: set[int]) -> int | None:
+    def _extend(self, request: Request, draft: _Draft) -> int | None:
         """Takes the blocks for the request's next slice, preempting the last to come if need be.
 
-        Returns the tokens granted (0 where only the hidden vector is sampled), or None if someone had to be preempted
-        and this request did not get its blocks.
+        Returns the tokens granted (0 where only the hidden vector is sampled, or where a result must come first), or None if
+        memory is short and this request did not get its blocks: it has been preempted, or runs on and waits for others.
         """
-        wanted = self._wanted(request, budget)
+        wanted = self._wanted(request, draft.budget)
         lease = request.lease
         assert lease is not None
-        while True:
+        while not self.ledger.extend(lease, wanted):
             count = self.ledger.room(lease, wanted)
-            if count or not wanted or (lease.in_flight and self.ledger.layout.tails):  # what is in flight gives pages back
+            if count or (lease.in_flight and self.ledger.layout.tails):  # what is in flight gives pages back
                 granted = self.ledger.extend(lease, count)
                 assert granted
-                break
-            victim = next((other for other in reversed(self.running) if self._is_idle(other, planned)), request)
+                return count
+            victim = next((other for other in reversed(self.running) if other.id not in draft.planned), request)
+            if not self._is_idle(victim):
+                return None
             self.preempt(victim)
             if victim is request:
                 return None
-        return count
+        return wanted
 
-    def _is_idle(self, request: Request, planned: set[int]) -> bool:
-        """Whether a request can be preempted now: no part of it is planned or in flight."""
+    def _is_idle(self, request: Request) -> bool:
+        """Whether no part of a request is in flight."""
         lease = request.lease
-        return request.id not in planned and not request.awaits_result and lease is not None and lease.in_flight == 0
+        return not request.num_pending and lease is not None and lease.in_flight == 0
 
-    def _take(self, request: Request, count: int, slices: list[Slice], samples: list[Sample], checkpoints: list[Lease]) -> None:
-        """Adds the request's slice and sample to the step; a slice that ends where a checkpoint is wanted asks for one."""
+    def _take_cohort(self, draft: _Draft) -> bool:
+        """All that runs at once, where each is a decode. False, and nothing has changed, where not, or where memory is short."""
+        if not self._gathers or (self._flights and not self.overlaps):
+            self._cohort = None
+            return False
+        if self._cohort is None or not self._cohort.to_plan:
+            self._cohort = self._gather()
+        cohort, ledger = self._cohort, self.ledger.decodes
+        if cohort is None or len(cohort.members) > draft.budget or not ledger.extend(cohort.leases):
+            self._cohort = None  # they go on one by one
+            return False
+        cohort.to_plan -= 1
+        tokens = cohort.unknown
+        if not any(flight is cohort.flight for flight in self._flights.values()):  # not every token is being drawn
+            tokens = np.array([UNKNOWN if one.num_pending else one.tokens[-1] for one in cohort.requests], np.int32)
+        stops = [lease.position for lease in cohort.leases]
+        for request, stop in zip(cohort.requests, stops, strict=True):
+            request.num_pending += 1
+            if request.peak_position < stop:
+                request.peak_position = stop
+        positions = np.array(stops, np.int32) - 1
+        draft.decodes = Decodes(cohort.members, positions, tokens, ledger.new_blocks(cohort.leases))
+        draft.flight = cohort.flight
+        draft.planned = set(cohort.ids)
+        draft.budget -= len(stops)
+        return True
+
+    def _gather(self) -> _Cohort | None:
+        """The cohort there is now; None where anybody has more to do, or nobody anything."""
+        found: list[tuple[Request, Lease, Member]] = []
+        num_steps = 1 << 62
+        for request in reversed(self.running):  # the last to come are the ones with prompts to compute
+            left = request.max_new + len(request.prompt) - len(request.tokens) - request.num_pending
+            if left <= 0:
+                continue  # its last token is being drawn
+            member = self._members.get(request.id)
+            if member is None:
+                if not self._is_decode(request):
+                    return None
+                lease, params = request.lease, request.params
+                assert lease is not None
+                member = self._members[request.id] = Member(
+                    request.id, self._rows[request.id], lease.slot, lease.write_from, lease.valid_from, params, request.seed,
+                    request.child, len(request.prompt),
+                )  # fmt: skip
+            assert request.lease is not None
+            found.append((request, request.lease, member))
+            num_steps = min(num_steps, left)
+        if not found:
+            return None
+        found.reverse()
+        requests, leases, members = zip(*found, strict=True)
+        return _Cohort(members, list(requests), list(leases), num_steps)
+
+    def _is_decode(self, request: Request) -> bool:
+        """Whether the token drawn last is all that the request has to compute, and nothing is special about drawing the next."""
+        lease, num_prompt = request.lease, len(request.prompt)
+        assert lease is not None
+        start = lease.position
+        if start < num_prompt or start != len(request.tokens) + request.num_pending - 1 or start < lease.write_from:
+            return False
+        return start + 1 != lease.junction and not request.looks_at_ids and start + 1 - num_prompt >= request.params.min_tokens
+
+    def _take_decode(self, request: Request, draft: _Draft) -> bool:
+        """The short way of `_extend` and `_take`: the token drawn last of a request that has nothing else to compute.
+
+        False, and nothing has changed, where that is not so, where its block must be had first, or where there is more to it.
+        """
         lease = request.lease
         assert lease is not None
-        stop = lease.position
-        start = stop - count
+        if self.checkpoint_interval is not None or not self._is_decode(request) or not self.ledger.extend(lease, 1):
+            return False
+        start, num_pending, params = lease.position - 1, request.num_pending, request.params
+        num_output = start + 1 - len(request.prompt)
+        known, slices, number = (request, lease), draft.slices, request.id
+        row, slot = self._rows[number], lease.slot
+        first, pages = self.ledger.new_blocks(lease)
+        draft.samples.append(
+            Sample(number, len(slices), slot, params, request.seed, request.child, (), (), num_output, (), row)
+        )  # fmt: skip
+        tokens = _UNKNOWN if num_pending else (request.tokens[start],)
+        slices.append(
+            Slice(
+                number, start, start + 1, tokens, slot, row, first, pages, lease.write_from, lease.valid_from, (), None, True
+            )
+        )  # fmt: skip
+        draft.flight.slices.append(known)
+        draft.flight.samples.append(known)
+        draft.planned.add(number)
+        draft.budget -= 1
+        request.num_pending = num_pending + 1
+        if request.peak_position <= start:
+            request.peak_position = start + 1
+        return True
+
+    def _take(self, request: Request, count: int, draft: _Draft) -> None:
+        """Adds the request's slice and sample to the step; a slice that ends where a checkpoint is wanted asks for one."""
+        draft.spread()
+        lease = request.lease
+        assert lease is not None
+        stop, slot = lease.position, lease.slot
+        start, num_prompt = stop - count, len(request.prompt)
+        known = len(request.tokens) + request.num_pending
         index = None
-        slot = tuple(lease.slot)
         if count:
-            index = len(slices)
-            wants = request.wants_prompt_logprobs
-            targets = request.prompt[start + 1 : stop + 1] if wants else ()
-            num_logprobs = request.params.num_prompt_logprobs(self.vocab_size) if wants and targets else None
-            tokens = tuple(request.tokens[start:stop])
+            index = len(draft.slices)
+            tokens = tuple(request.tokens[start:stop]) or _UNKNOWN
+            targets: tuple[int, ...] = ()
+            num_logprobs = None
+            if start < num_prompt and request.wants_prompt_logprobs:
+                targets = request.prompt[start + 1 : stop + 1]
+                num_logprobs = request.params.num_prompt_logprobs(self.vocab_size) if targets else None
             first, pages = self.ledger.new_blocks(lease)
-            slices.append(
+            is_decode = start >= num_prompt and start == known - 1 and start >= lease.write_from
+            draft.slices.append(
                 Slice(
                     request.id, start, stop, tokens, slot, self._rows[request.id], first, pages, lease.write_from,
-                    lease.valid_from, targets, num_logprobs,
+                    lease.valid_from, targets, num_logprobs, is_decode,
                 )
             )  # fmt: skip
+            draft.flight.slices.append((request, lease))
+            draft.budget -= count
+        draft.planned.add(request.id)
         request.peak_position = max(request.peak_position, stop)
-        if stop == len(request.prompt):
+        if stop == num_prompt:
             if not request.has_prompt_checkpoint and count:
-                checkpoints.append(lease)
+                draft.checkpoints.append(lease)
             request.has_prompt_checkpoint = True
         elif stop == lease.junction or (self.checkpoint_interval is not None and stop % self.checkpoint_interval == 0):
-            checkpoints.append(lease)
-        if stop == len(request.tokens):
-            request.awaits_result = True
-            samples.append(self._sample(request, index, slot))
+            draft.checkpoints.append(lease)
+        if stop == known:
+            draft.samples.append(self._sample(request, index, slot))
+            draft.flight.samples.append((request, lease))
+            request.num_pending += 1
 
     def _sample(self, request: Request, index: int | None, slot: tuple[int, ...]) -> Sample:
         params = request.params
-        uses_ids = params.has_penalties
+        prompt: tuple[int, ...] = ()
+        output: tuple[int, ...] = ()
+        if request.looks_at_ids:
+            prompt, output = request.prompt, tuple(request.output)
+        num_output = len(request.tokens) + request.num_pending - len(request.prompt)
+        banned = tuple(sorted(request.stop_ids)) if num_output < params.min_tokens else ()
         return Sample(
-            request_id=request.id, slice_index=index, slot=slot, params=params, seed=request.seed, child=request.child,
-            prompt=request.prompt if uses_ids else (), output=tuple(request.output) if uses_ids else (),
-            num_output=request.num_output,
-            banned=tuple(sorted(request.stop_ids)) if request.num_output < params.min_tokens else (),
+            request.id, index, slot, params, request.seed, request.child, prompt, output, num_output, banned,
+            self._rows[request.id],
         )  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 
 import lamina.memory.prefix as prefix
 import lamina.memory.tokens as tokens
+from lamina.memory.decodes import Decodes
 from lamina.memory.layout import Layout
 from lamina.memory.lease import Lease, Wait
 from lamina.memory.ledger import Ledger
@@ -277,6 +278,44 @@ def takes_over_an_open_block_that_others_use(mp: pytest.MonkeyPatch) -> None:
         return page
 
     mp.setattr(Ledger, "_copied", copied)
+
+
+@mutant
+def lets_decodes_run_past_their_blocks(mp: pytest.MonkeyPatch) -> None:
+    def extend(self: Decodes, leases: list[Lease]) -> bool:
+        for lease in leases:
+            lease.position += 1
+        return True
+
+    mp.setattr(Decodes, "extend", extend)
+
+
+@mutant
+def publishes_nothing_of_decodes(mp: pytest.MonkeyPatch) -> None:
+    original = Decodes.commit
+
+    def commit(self: Decodes, leases: list[Lease], ids: list[int]) -> None:
+        for lease, token in zip(leases, ids, strict=True):
+            if lease._decodes and len(lease.tokens) == lease.committed:
+                lease.tokens.append(token)
+                lease.committed += 1
+            else:
+                original(self, [lease], [token])
+
+    mp.setattr(Decodes, "commit", commit)
+
+
+@mutant
+def keeps_half_of_a_failed_extend_of_decodes(mp: pytest.MonkeyPatch) -> None:
+    original = Decodes.extend
+
+    def extend(self: Decodes, leases: list[Lease]) -> bool:
+        granted = original(self, leases)
+        if not granted:
+            leases[0].position += 1
+        return granted
+
+    mp.setattr(Decodes, "extend", extend)
 
 
 @mutant
