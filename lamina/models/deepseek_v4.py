@@ -23,7 +23,7 @@ from lamina.ops.hyper import Mixer, hyper_head, hyper_post, hyper_pre
 from lamina.ops.rope_norm import Yarn, inverse_frequencies, rms_norm, rope_tables
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import StateCodec, Store, attention_codec, index_codec
-from lamina.weights.loader import Checkpoint
+from lamina.weights.loader import TensorSource
 
 __all__ = ["NAMES", "Model", "load_model", "store_specs"]
 
@@ -44,6 +44,19 @@ def store_specs(config: Config, formats: Formats) -> tuple[StoreSpec, ...]:
             for part in memory.slot_parts(0):
                 specs.append(store_spec(memory.layer, memory.name, states[memory.name], part.field.name))
     return tuple(specs)
+
+
+def attention_stores(stores: Mapping[StoreKey, Store], layer: int, ratio: int) -> AttentionStores:
+    """Those of one layer."""
+    own = {(key.memory, key.fields): store for key, store in stores.items() if key.layer == layer}
+    by_memory = {memory: store for (memory, fields), store in own.items() if not memory.endswith("_fold")}
+    folds = {(memory, fields[0]): store for (memory, fields), store in own.items() if memory.endswith("_fold")}
+    fold = f"{entries_name(ratio)}_fold"
+    return AttentionStores(
+        window=by_memory["window"], entries=by_memory.get(entries_name(ratio)), fold_open=folds.get((fold, "open")),
+        fold_next=folds.get((fold, "next")), index=by_memory.get("index"), index_open=folds.get(("index_fold", "open")),
+        index_next=folds.get(("index_fold", "next")),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +86,8 @@ class Model:
         self.head_mixer = head_mixer
         self.norm = norm
         self.head = head
-        self.inv_freq = _frequencies(config, config.rope)
-        self.compressed_inv_freq = _frequencies(config, config.compressed_rope)
+        self.inv_freq = rope_frequencies(config, config.rope)
+        self.compressed_inv_freq = rope_frequencies(config, config.compressed_rope)
 
     @property
     def ratios(self) -> tuple[int, ...]:
@@ -120,7 +133,8 @@ class Model:
         return linear(hidden, self.head)
 
 
-def _frequencies(config: Config, rope: Rope) -> Tensor:
+def rope_frequencies(config: Config, rope: Rope) -> Tensor:
+    """Angle per position of each rotated pair, [rope_dim / 2] fp32."""
     scaling = rope.yarn
     yarn = None
     if scaling is not None:
@@ -129,7 +143,7 @@ def _frequencies(config: Config, rope: Rope) -> Tensor:
 
 
 def load_model(
-    config: Config, checkpoint: Checkpoint, dtype: str, stores: Callable[[StoreKey], Store], formats: Formats
+    config: Config, checkpoint: TensorSource, dtype: str, stores: Callable[[StoreKey], Store], formats: Formats
 ) -> Model:
     """Takes every tensor of the checkpoint once and binds the layers to their stores.
 
@@ -146,7 +160,7 @@ def load_model(
 class _Loader:
     """Builds the layers of one checkpoint."""
 
-    def __init__(self, config: Config, checkpoint: Checkpoint, dtype: torch.dtype, stores: Mapping[StoreKey, Store]) -> None:
+    def __init__(self, config: Config, checkpoint: TensorSource, dtype: torch.dtype, stores: Mapping[StoreKey, Store]) -> None:
         self.config = config
         self.take = checkpoint.take
         self.take_int = checkpoint.take_int
@@ -214,10 +228,10 @@ class _Loader:
             compressor=compressor,
             indexer=indexer,
         )
-        inv_freq = _frequencies(config, config.compressed_rope if ratio else config.rope)
+        inv_freq = rope_frequencies(config, config.compressed_rope if ratio else config.rope)
         return CompressedAttention(
-            weights=weights, stores=self.layer_stores(layer), ratio=ratio, heads=config.num_heads, dim=dim, window=config.window,
-            eps=config.norm_eps, inv_freq=inv_freq, dtype=self.dtype,
+            weights=weights, stores=attention_stores(self.stores, layer, ratio), ratio=ratio, heads=config.num_heads, dim=dim,
+            window=config.window, eps=config.norm_eps, inv_freq=inv_freq, dtype=self.dtype,
         )  # fmt: skip
 
     def compressor(self, prefix: str, ratio: int, dim: int, projections: list[Tensor]) -> CompressorWeights:
@@ -225,18 +239,6 @@ class _Loader:
         projections.append(self.take(prefix + "wkv.weight", (width, self.config.hidden_size)))
         projections.append(self.take(prefix + "wgate.weight", (width, self.config.hidden_size)))
         return CompressorWeights(ape=self.take(prefix + "ape", (ratio, width)), norm=self.take(prefix + "norm.weight", (dim,)))
-
-    def layer_stores(self, layer: int) -> AttentionStores:
-        own = {(key.memory, key.fields): store for key, store in self.stores.items() if key.layer == layer}
-        ratio = self.config.ratios[layer]
-        by_memory = {memory: store for (memory, fields), store in own.items() if not memory.endswith("_fold")}
-        folds = {(memory, fields[0]): store for (memory, fields), store in own.items() if memory.endswith("_fold")}
-        fold = f"{entries_name(ratio)}_fold"
-        return AttentionStores(
-            window=by_memory["window"], entries=by_memory.get(entries_name(ratio)), fold_open=folds.get((fold, "open")),
-            fold_next=folds.get((fold, "next")), index=by_memory.get("index"), index_open=folds.get(("index_fold", "open")),
-            index_next=folds.get(("index_fold", "next")),
-        )  # fmt: skip
 
     def ffn(self, layer: int) -> MixtureOfExperts:
         config, prefix = self.config, f"layers.{layer}.ffn."

@@ -2,19 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from lamina.base.errors import ConfigError
-from lamina.layers.entries import StoreKey, StoreSpec
+from lamina.layers.entries import StoreSpec
 from lamina.memory.kinds import Field, Memory
 from lamina.models import deepseek_v4
+from lamina.models.deepseek_v4_config import Config
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
+from lamina.models.implementations import Choice, implementations, refusals
+from lamina.ops.machine import Machine
+from lamina.ops.rows import Rows
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import Store
-from lamina.weights.loader import Checkpoint
+from lamina.weights.loader import TensorSource
 from lamina.weights.names import NameScheme
 
 
@@ -45,9 +50,45 @@ class LoadedModel(Protocol):
         ...
 
 
+class LoadedDeviceModel(Protocol):
+    """A model ready to run on a GPU. `order` is decode or prefill: which fixed order the sums take."""
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Compression ratios that its layers have."""
+        ...
+
+    def forward(self, tokens: Tensor, rows: Rows, order: Literal["decode", "prefill"], max_context: int) -> Tensor:
+        """tokens [T] int32 -> final hidden vectors [T, D] fp32."""
+        ...
+
+    def logits(self, hidden: Tensor, order: Literal["decode", "prefill"]) -> Tensor:
+        """hidden [S, D] -> [S, V] fp32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a model is loaded to.
+
+    activation  fp8 or bf16: what products with quantised weights read.
+    only_portable  no kernel is chosen that runs on one kind of GPU only.
+    """
+
+    device: torch.device
+    machine: Machine
+    dtype: torch.dtype
+    activation: Literal["fp8", "bf16"]
+    only_portable: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A model known from its config alone: what it remembers, and how to load it into stores."""
+    """A model known from its config alone: what it remembers, and how to load it into stores.
+
+    token_bytes  of the tensors between the ops, for each row of a step on a GPU.   request_bytes  what a decode takes besides.
+    refuses      why a GPU's kernels do not serve it, or None.
+    """
 
     memories: tuple[Memory, ...]
     hidden: Field | None
@@ -56,7 +97,11 @@ class Blueprint:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     names: NameScheme
-    load: Callable[[Checkpoint, str, "StoreMaker"], LoadedModel]
+    load: Callable[[TensorSource, str, "StoreMaker"], LoadedModel]
+    load_device: Callable[[TensorSource, Target, "StoreMaker"], LoadedDeviceModel]
+    token_bytes: int
+    request_bytes: int
+    refuses: Callable[[Target], str | None]
 
 
 StoreMaker = Callable[[StoreSpec], Store]
@@ -67,17 +112,37 @@ def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: 
     formats = Formats(cache_format, index_format)
     specs = {spec.key: spec for spec in deepseek_v4.store_specs(config, formats)}
 
-    def load(checkpoint: Checkpoint, dtype: str, make: StoreMaker) -> LoadedModel:
-        def store(key: StoreKey) -> Store:
-            return make(specs[key])
+    def load(source: TensorSource, dtype: str, make: StoreMaker) -> LoadedModel:
+        return deepseek_v4.load_model(config, source, dtype, lambda key: make(specs[key]), formats)
 
-        return deepseek_v4.load_model(config, checkpoint, dtype, store, formats)
+    def load_device(source: TensorSource, target: Target, make: StoreMaker) -> LoadedDeviceModel:
+        from lamina.models.deepseek_v4_device import load_device_model  # needs Triton
+
+        return load_device_model(
+            config, source, target.dtype, lambda key: make(specs[key]), formats, target.device, target.machine, target.activation,
+            target.only_portable,
+        )  # fmt: skip
+
+    def refuses(target: Target) -> str | None:
+        dtype = "fp32" if target.dtype == torch.float32 else "bf16"
+        kernels = "portable" if target.only_portable else "auto"
+        choice = Choice(dtype, cache_format, index_format, target.activation, kernels)
+        return "; ".join(refusals(implementations(values, target.machine, choice))) or None
 
     return Blueprint(
         memories=memories(config, formats), hidden=hidden_field(config), rings=(config.window,),
         vocab_size=config.vocab_size, max_positions=config.max_positions, eos_token_ids=config.eos_token_ids,
-        names=deepseek_v4.NAMES, load=load,
+        names=deepseek_v4.NAMES, load=load, load_device=load_device, token_bytes=_token_bytes(config),
+        request_bytes=16 * config.num_heads * (config.head_dim + 2) * 4, refuses=refuses,  # attention in up to 16 parts, fp32
     )  # fmt: skip
+
+
+def _token_bytes(config: Config) -> int:
+    """Streams twice, queries with their products and codes, experts' inner rows and one fp32 row for each, with a third more."""
+    streams = 3 * 2 * config.streams * config.hidden_size
+    queries = 8 * config.num_heads * config.head_dim + 4 * config.index_heads * config.index_dim
+    experts = config.experts_per_token * (3 * config.expert_width + 4 * config.hidden_size) + 12 * config.expert_width
+    return (streams + queries + experts + 24 * config.hidden_size) * 4 // 3
 
 
 _FAMILIES: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}

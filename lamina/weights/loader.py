@@ -1,21 +1,21 @@
-"""Tensors by canonical name out of a checkpoint directory, each exactly once, in fp32 whatever the files store."""
+"""Tensors by canonical name out of a checkpoint directory, each exactly once: in fp32 whatever the files store, or as stored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lamina.base.errors import WeightError
-from lamina.ops.quantise import dequantise_fp4_weight, dequantise_fp8_weight
+from lamina.ops.quantise import dequantise_fp4_weight, dequantise_fp8_weight, e8m0_to_fp32
 from lamina.weights.headers import Stored, list_stored, read_config
 from lamina.weights.names import NameScheme, Place
 
-__all__ = ["Checkpoint", "Ignored", "read_config"]
+__all__ = ["Checkpoint", "Ignored", "StoredTensor", "TensorSource", "read_config"]
 
 _PLAIN = ("F32", "BF16", "F16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
@@ -29,6 +29,43 @@ class Ignored:
 
     count: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in its stored format.
+
+    kind    plain: bf16 or fp32 values.   fp8: float8_e4m3fn [o, i], fp32 scales [ceil(o/128), ceil(i/128)], multipliers.
+            fp4: packed e2m1 u8 [o, i/2], low nibble = even column, e8m0 scales u8 [o, i/32].
+    """
+
+    kind: Literal["plain", "fp8", "fp4"]
+    codes: Tensor
+    scales: Tensor | None = None
+
+    def to(self, device: torch.device) -> "StoredTensor":
+        """The same on another device."""
+        return StoredTensor(self.kind, self.codes.to(device), self.scales.to(device) if self.scales is not None else None)
+
+
+class TensorSource(Protocol):
+    """What a model takes its weights from; each tensor once."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """In fp32."""
+        ...
+
+    def take_int(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """As int64."""
+        ...
+
+    def take_stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """As stored."""
+        ...
+
+    def finish(self) -> None:
+        """All were taken."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +131,38 @@ class Checkpoint:
             values = self._read(source).to(torch.float32, copy=True)
         else:
             raise _unexpected(name, "F32, BF16, F16, or an F8_E4M3 or packed FP4 matrix", source)
-        if values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
-            raise WeightError(f"tensor {name!r}: expected finite values, found an infinity or a NaN")
+        _check_finite(name, values)
         self._report()
         return values
+
+    def take_stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor `name` of logical `shape` in the format it is stored in, on the CPU; it may be a view of the mapped file.
+
+        F16 comes as fp32. Raises WeightError as `take`: codes and scales are checked to be finite.
+        """
+        source = self._claim(name)
+        stored = source.stored
+        if stored.dtype in ("I8", "U8") and len(shape) == 2:
+            packed, scales = self._fp4_parts(name, source, shape)
+            taken = StoredTensor("fp4", packed, _as_powers(name, scales))
+        elif source.shape != shape:
+            raise _unexpected(name, f"shape {list(shape)}", source)
+        elif stored.dtype == "F8_E4M3" and len(shape) == 2:
+            expected = (-(-shape[0] // _FP8_BLOCK), -(-shape[1] // _FP8_BLOCK))
+            scales = self._take_scale(name, expected, "F8_E4M3")
+            codes = self._read(source)
+            if bool(((codes.view(torch.uint8) & 127) == 127).any()):
+                raise WeightError(f"tensor {name!r}: expected finite values, found an infinity or a NaN")
+            taken = StoredTensor("fp8", codes, scales if scales.dtype == torch.float32 else e8m0_to_fp32(scales))
+            _check_finite(name, taken.scales)
+        elif stored.dtype in _PLAIN:
+            values = self._read(source)
+            taken = StoredTensor("plain", values.float() if stored.dtype == "F16" else values)
+            _check_finite(name, values)
+        else:
+            raise _unexpected(name, "F32, BF16, F16, or an F8_E4M3 or packed FP4 matrix", source)
+        self._report()
+        return taken
 
     def take_int(self, name: str, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """The integer tensor `name` as int64 `shape`, every value in low <= value < high. Raises WeightError as `take`."""
@@ -138,14 +203,19 @@ class Checkpoint:
         return self._sources[name]
 
     def _take_fp4(self, name: str, source: _Source, shape: tuple[int, ...]) -> Tensor:
+        packed, scale = self._fp4_parts(name, source, shape)
+        if scale.dtype != torch.float32:
+            return dequantise_fp4_weight(packed, scale, _FP4_BLOCK)
+        ones = torch.full(scale.shape, 127, dtype=torch.uint8)
+        return dequantise_fp4_weight(packed, ones, _FP4_BLOCK) * scale.repeat_interleave(_FP4_BLOCK, dim=1)
+
+    def _fp4_parts(self, name: str, source: _Source, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Packed codes u8 [rows, columns/2] and their scales [rows, columns/32], fp32 or e8m0 as u8."""
         rows, columns = shape
         if columns % _FP4_BLOCK or source.shape != (rows, columns // 2):
             raise _unexpected(name, f"packed FP4 {[rows, columns // 2]} for {list(shape)}", source)
         scale = self._take_scale(name, (rows, columns // _FP4_BLOCK), "packed FP4")
-        if scale.dtype != torch.float32:
-            return dequantise_fp4_weight(self._read(source), scale, _FP4_BLOCK)
-        ones = torch.full(scale.shape, 127, dtype=torch.uint8)
-        return dequantise_fp4_weight(self._read(source), ones, _FP4_BLOCK) * scale.repeat_interleave(_FP4_BLOCK, dim=1)
+        return self._read(source).view(torch.uint8), scale
 
     def _take_scale(self, weight: str, shape: tuple[int, ...], kind: str) -> Tensor:
         """The scales of `weight`: fp32, or e8m0 as u8."""
@@ -183,6 +253,22 @@ class Checkpoint:
     def _report(self) -> None:
         if self._on_tensor is not None:
             self._on_tensor(len(self._used), len(self._sources))
+
+
+def _as_powers(name: str, scales: Tensor) -> Tensor:
+    """fp32 scales as e8m0 bytes; those that are bytes already, unchanged."""
+    if scales.dtype != torch.float32:
+        return scales
+    _check_finite(name, scales)
+    bits = scales.view(torch.int32)
+    if bool(((bits & 0x7FFFFF) != 0).any()) or bool((bits <= 0).any()):
+        raise WeightError(f"tensor {name!r}: expected FP4 scales that are powers of two, found others")
+    return (bits >> 23).to(torch.uint8)
+
+
+def _check_finite(name: str, values: Tensor | None) -> None:
+    if values is not None and values.numel() and not all(torch.isfinite(bound) for bound in torch.aminmax(values)):
+        raise WeightError(f"tensor {name!r}: expected finite values, found an infinity or a NaN")
 
 
 def _unexpected(name: str, expected: str, source: _Source) -> WeightError:
