@@ -1,5 +1,7 @@
 """A step's slices as flat arrays, and the block tables that stay on the device from step to step."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class BlockTables:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.pages = torch.zeros(num_rows, _FIRST_BLOCKS, dtype=torch.int64, device=device)
 
-    def update(self, slices: tuple[Slice, ...]) -> None:
+    def update(self, slices: Sequence[Slice]) -> None:
         """Enters the slices' new and changed pages: one upload of three numbers a page."""
         rows: list[int] = []
         blocks: list[int] = []
@@ -46,7 +48,7 @@ class BlockTables:
 
 
 def step_arrays(
-    slices: tuple[Slice, ...], tables: BlockTables, ratios: tuple[int, ...], rings: tuple[int, ...], multiple: int,
+    slices: Sequence[Slice], tables: BlockTables, ratios: tuple[int, ...], rings: tuple[int, ...], multiple: int,
     device: torch.device,
 ) -> tuple[Tensor, Sequences]:  # fmt: skip
     """(token ids [T], sequences): rows of the slices one after another, then padding (token 0, position 0) to `multiple` rows.

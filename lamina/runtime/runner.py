@@ -1,6 +1,6 @@
 """Executes a step: copies, the model, samples, copies. It decides nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,7 +41,10 @@ class Runner:
     rings         ring lengths of the model's windows.
     max_requests  rows of the block tables: requests that run at once.
     row_multiple  products get a multiple of so many rows, which keeps a row's bits independent of the others; 1 pads nothing.
+    overlaps      a step is run to its end before another may be planned.
     """
+
+    overlaps = False
 
     def __init__(
         self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], max_requests: int, device: torch.device,
@@ -53,6 +56,9 @@ class Runner:
         self.tables = BlockTables(max_requests, device)
         self.device = device
         self.multiple = row_multiple
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing is compiled on a CPU."""
 
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end. A small one runs on one thread: the bits are the same, and waking others costs more."""

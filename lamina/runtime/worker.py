@@ -3,72 +3,139 @@
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
 from lamina.base.config import EngineConfig
-from lamina.base.errors import ConfigError
+from lamina.base.errors import CapacityError, ConfigError
 from lamina.base.log import event, get_logger
+from lamina.base.sizes import GiB, format_bytes
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
-from lamina.models.registry import blueprint
+from lamina.models.registry import Blueprint, Target, blueprint
 from lamina.ops.gemm import stable_row_multiple
+from lamina.ops.machine import this_machine
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
 from lamina.runtime.host_memory import keep_freed_memory
 from lamina.runtime.runner import Runner
-from lamina.schedule.step import Step, StepResult
-from lamina.weights.headers import read_config
-from lamina.weights.loader import Checkpoint
+from lamina.schedule.step import LaunchedStep, Step
+from lamina.weights.headers import list_stored, read_config
+from lamina.weights.loader import Checkpoint, TensorSource
 
 _LOG = get_logger(__name__)
 _FALLBACK_MULTIPLE = 8
+_GPU_SPARE = 2 * GiB  # index scores, captured graphs, and what the allocator cannot use
 _ID_BYTES = 64 * 1024  # of each end of a weight file that go into the model id
 
 
+class StepRunner(Protocol):
+    """What executes steps. overlaps  whether a step may be launched before the one before has ended."""
+
+    overlaps: bool
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Does now what the first steps of each kind would have to do."""
+        ...
+
+    def execute(self, step: Step) -> LaunchedStep:
+        """Launches one."""
+        ...
+
+
 class Worker:
-    """Knows the model's limits and layout once made; runs steps once `load` has returned."""
+    """Knows the model's limits and layout once made; runs steps once `load` has returned.
+
+    config  as given, with everything that depends on the device filled in.
+    """
+
+    runner: StepRunner
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
         self.directory = directory
-        self.config = config
+        config = _with_device(config)
+        self.device = torch.device(config.device)
         self.blueprint = blueprint(read_config(directory), config.cache_format, config.index_format)
         self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
+        self.dtype = config.dtype if config.dtype != "auto" else "bf16" if self.is_gpu else "fp32"
+        if self.is_gpu:
+            self.target = _target(self.device, self.dtype, config, self.blueprint)
+        if config.cache_bytes is None:
+            config = replace(config, cache_bytes=_left_for_cache(directory, self.device, config, self.blueprint))
+        self.config = config
         self.num_pages = config.pool_bytes // self.layout.page_bytes
         self.vocab_size = self.blueprint.vocab_size
         self.max_positions = self.blueprint.max_positions
         self.eos_token_ids = frozenset((*self.blueprint.eos_token_ids, *_generation_eos(directory)))
-        self.dtype = "fp32" if config.dtype == "auto" else config.dtype
 
     @property
-    def pads_rows(self) -> bool:
-        """Whether bits are promised not to depend on what else runs."""
-        return self.config.deterministic is not False
+    def is_gpu(self) -> bool:
+        """Whether steps run on a GPU."""
+        return self.device.type == "cuda"
 
-    def load(self, on_tensor: Callable[[int, int], None] | None = None) -> None:
-        """Allocates the arena and reads the weights. Raises CapacityError or WeightError."""
-        device = torch.device("cpu")
+    @property
+    def has_equal_twins(self) -> bool:
+        """Whether the same tokens have the same bits however cut and batched: on a GPU decodes have bits of their own."""
+        return self.config.deterministic == "strict" if self.is_gpu else self.config.deterministic is not False
+
+    def load(self, on_tensor: Callable[[int, int], None] | None = None, max_model_len: int | None = None) -> None:
+        """Allocates the arena and reads the weights. Raises CapacityError or WeightError.
+
+        max_model_len  tokens of the longest request, at most the model's own limit.
+        """
         keep_freed_memory()
-        self.arena = DeviceArena(self.layout, self.num_pages, device)
-
-        def make(spec: StoreSpec) -> Store:
-            return self.arena.store(spec.key, spec.codec)
-
+        self.arena = DeviceArena(self.layout, self.num_pages, self.device)
         with Checkpoint(self.directory, self.blueprint.names, on_tensor) as checkpoint:
-            self.model = self.blueprint.load(checkpoint, self.dtype, make)
+            self._load(checkpoint)
             ignored = checkpoint.ignored
         if ignored.count:
             event(_LOG, "weights_not_used", tensors=ignored.count, bytes=ignored.nbytes)
+        self._make_runner(min(max_model_len or self.max_positions, self.max_positions))
+
+    def _load(self, source: TensorSource) -> None:
+        def make(spec: StoreSpec) -> Store:
+            return self.arena.store(spec.key, spec.codec)
+
+        if not self.is_gpu:
+            self.model = self.blueprint.load(source, self.dtype, make)
+            return
+        try:
+            self.device_model = self.blueprint.load_device(source, self.target, make)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise CapacityError(
+                f"the weights do not fit {self.device} beside cache_bytes={self.config.pool_bytes}: {format_bytes(free)} of "
+                f"{format_bytes(total)} are left; lower cache_bytes or gpu_memory_utilization"
+            ) from error
+
+    def _make_runner(self, max_model_len: int) -> None:
+        config = self.config
+        if self.is_gpu:
+            from lamina.runtime.device_runner import DeviceRunner  # they need Triton
+            from lamina.runtime.device_sampler import DeviceSampler
+
+            sampler = DeviceSampler(config.max_requests, self.vocab_size, self.device)
+            self.runner = DeviceRunner(
+                self.device_model, self.arena, sampler, config.max_requests, config.step_tokens, max_model_len, self.device,
+                _mode(config.deterministic),
+            )  # fmt: skip
+            return
         model = self.model
-        multiple = stable_row_multiple(model.product_shapes, model.batched_shapes) if self.pads_rows else 1
+        multiple = stable_row_multiple(model.product_shapes, model.batched_shapes) if self.has_equal_twins else 1
         if multiple is None:
             multiple = _FALLBACK_MULTIPLE
             event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
-        self.runner = Runner(self.model, self.arena, self.blueprint.rings, self.config.max_requests, device, multiple)
+        self.runner = Runner(model, self.arena, self.blueprint.rings, config.max_requests, self.device, multiple)
 
-    def execute(self, step: Step) -> StepResult:
-        """Runs one step to its end."""
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles what any step may need, and captures graphs; nothing on a CPU. progress  called with (done, total)."""
+        self.runner.warmup(progress)
+
+    def execute(self, step: Step) -> LaunchedStep:
+        """Launches one step; on a CPU it has run to its end."""
         return self.runner.execute(step)
 
     def bytes_written(self) -> dict[str, int]:
@@ -77,7 +144,10 @@ class Worker:
 
     def model_id(self) -> str:
         """A digest of what equal bytes in memory mean: config, sizes and ends of the weight files, how they are computed with."""
-        mode = (self.dtype, self.config.cache_format, self.config.index_format, self.config.deterministic)
+        config = self.config
+        mode: tuple[object, ...] = (self.dtype, config.cache_format, config.index_format, config.deterministic)
+        if self.is_gpu:
+            mode += (self.target.machine.capability, self.target.activation, config.kernels)
         digest = hashlib.blake2b(repr(mode).encode(), digest_size=16)
         digest.update((self.directory / "config.json").read_bytes())
         for path in sorted(self.directory.glob("*.safetensors")):
@@ -88,6 +158,61 @@ class Worker:
                 file.seek(max(0, size - _ID_BYTES))
                 digest.update(file.read(_ID_BYTES))
         return digest.hexdigest()
+
+
+def _mode(deterministic: bool | str | None) -> bool | Literal["strict"]:
+    return "strict" if deterministic == "strict" else bool(deterministic)
+
+
+def _with_device(config: EngineConfig) -> EngineConfig:
+    """The settings with a device that is here: auto becomes a GPU that can be used, or the CPU."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "auto":
+        able = has_gpu and torch.cuda.get_device_capability(0) >= (8, 0) and this_machine("cuda").has_triton
+        return replace(config, device="cuda:0" if able else "cpu")
+    if config.device == "cpu":
+        return config
+    if not has_gpu:
+        why = "cpu" if torch.version.cuda is None else "cpu: torch finds no GPU"
+        raise ConfigError("device", config.device, f"{why} (torch {torch.__version__})")
+    index = torch.device(config.device).index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError("device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return replace(config, device=f"cuda:{index}")
+
+
+def _target(device: torch.device, dtype: str, config: EngineConfig, plan: Blueprint) -> Target:
+    """Where and how a model computes on a GPU. ConfigError if its kernels do not serve it there."""
+    machine = this_machine(str(device))
+    if config.activation_format == "fp8" and not machine.has_fp8:
+        found = "{}.{}".format(*machine.capability)
+        raise ConfigError("activation_format", "fp8", f"auto or bf16: this GPU has compute capability {found}, fp8 needs 8.9")
+    activation: Literal["fp8", "bf16"] = "bf16" if config.activation_format == "bf16" or not machine.has_fp8 else "fp8"
+    is_portable = config.kernels == "portable"
+    target = Target(device, machine, torch.float32 if dtype == "fp32" else torch.bfloat16, activation, is_portable)
+    why = plan.refuses(target)
+    if why is not None:
+        raise ConfigError("device", config.device, f"cpu ({why})")
+    return target
+
+
+def _left_for_cache(directory: Path, device: torch.device, config: EngineConfig, plan: Blueprint) -> int:
+    """Bytes of a GPU's memory that remain for requests beside the weights and what a step computes in."""
+    free, total = torch.cuda.mem_get_info(device)
+    stored = list_stored(directory)
+    names = plan.names.rename_all(tensor.name for tensor in stored)
+    weights = sum(tensor.nbytes for tensor, name in zip(stored, names, strict=True) if not plan.names.is_ignored(name))
+    of_decodes = config.max_requests * (8 * plan.vocab_size + plan.request_bytes)
+    work = config.step_tokens * plan.token_bytes + of_decodes + _GPU_SPARE
+    usable = int(total * config.gpu_memory_utilization) - (total - free)
+    left = usable - weights * 33 // 32 - work
+    if left < 1:
+        raise CapacityError(
+            f"{device} has {format_bytes(free)} free of {format_bytes(total)}: weights take {format_bytes(weights)}, a step of "
+            f"max_step_tokens={config.step_tokens} takes {format_bytes(work)}, no cache is left; lower max_step_tokens "
+            f"or raise gpu_memory_utilization={config.gpu_memory_utilization}"
+        )
+    return left
 
 
 def _generation_eos(directory: Path) -> tuple[int, ...]:

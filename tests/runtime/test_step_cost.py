@@ -155,7 +155,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(costs)
 
 
-@pytest.mark.parametrize("fault", ["whole table", "copied tokens"])
+@pytest.mark.parametrize("fault", ["", "whole table", "copied tokens"])
 def test_the_count_would_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that lists the whole table, and a booking that copies all tokens: each is seen."""
     costs = []
@@ -163,11 +163,14 @@ def test_the_count_would_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         books = Bookkeeping(length)
         while books.request.num_output < 5:
             books.step()
-        ledger, commit = books.ledger, books.ledger.commit
+        decodes, commit = books.ledger.decodes, books.ledger.decodes.commit
         if fault == "whole table":
-            monkeypatch.setattr(ledger, "new_blocks", lambda lease: (0, tuple(lease.blocks)))
-        else:
-            monkeypatch.setattr(ledger, "commit", lambda lease, tokens, commit=commit: commit(lease, tokens) or lease.tokens[:])
-        costs.append(books.cost(2, monkeypatch))
+            monkeypatch.setattr(decodes, "new_blocks", lambda leases: ((0, 0, tuple(leases[0].blocks)),))
+        elif fault == "copied tokens":
+            monkeypatch.setattr(decodes, "commit", lambda leases, ids, commit=commit: commit(leases, ids) or leases[0].tokens[:])
+        costs.append(books.cost(4, monkeypatch))
+    if not fault:
+        compare(costs)
+        return
     with pytest.raises(AssertionError):
         compare(costs)
