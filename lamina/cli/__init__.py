@@ -35,6 +35,8 @@ COMMANDS = {
     "generate": "generate text from one or more prompts",
     "plan": "say where every byte of memory goes, from a config.json alone",
     "doctor": "say whether a checkpoint runs on this machine, and with what limits",
+    "ops": "list every operation, its implementations, and which one runs here",
+    "warmup": "compile a model's kernels for this GPU before anybody waits for them",
     "tiny": "write a tiny checkpoint with random weights",
     "demo": "make a tiny model, generate from two prompts and show what every byte was for",
 }

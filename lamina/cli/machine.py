@@ -9,8 +9,6 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from lamina.base.config import EngineConfig
-from lamina.base.errors import ConfigError
 from lamina.base.sizes import MiB
 from lamina.base.version import __version__
 from lamina.plan.doctor import Gpu, Machine
@@ -26,10 +24,11 @@ def probe_machine() -> Machine:
     listed = _nvidia_smi()
     gpus = _matched(listed, torch_gpus) if listed else torch_gpus
     total, available = _memory()
+    triton = _installed(_TRITON)
     return Machine(
         system=f"{platform.system()} {platform.machine()}", processor=_processor(), cores=_cores(), memory_bytes=total,
         available_bytes=available, gpus=tuple(gpus), python=platform.python_version(), lamina=__version__,
-        torch=torch_version, torch_backend=backend, torch_problem=problem, triton=_installed(_TRITON), devices=_devices(),
+        torch=torch_version, torch_backend=backend, torch_problem=problem, triton=triton, devices=_devices(gpus, triton),
     )  # fmt: skip
 
 
@@ -141,11 +140,7 @@ def _installed(names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _devices() -> tuple[str, ...]:
-    """What the engine can compute on."""
-    found = []
-    for device in ("cpu", "cuda"):
-        with suppress(ConfigError):
-            EngineConfig("model", device=device)
-            found.append(device)
-    return tuple(found)
+def _devices(gpus: list[Gpu], triton: str | None) -> tuple[str, ...]:
+    """What the engine can compute on: the CPU, and a GPU of compute capability 8.0 or more that torch can use, with Triton."""
+    able = [gpu for gpu in gpus if gpu.torch and gpu.compute_capability and float(gpu.compute_capability) >= 8.0]
+    return ("cpu", "cuda") if able and triton is not None else ("cpu",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina import SamplingParams
-from lamina.base.config import CACHE_FORMATS, DTYPES, INDEX_FORMATS, EngineConfig
+from lamina.base.config import ACTIVATION_FORMATS, CACHE_FORMATS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
 from lamina.base.errors import ConfigError
 
 Prompt: TypeAlias = str | list[int]
@@ -101,10 +101,22 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """The options of EngineConfig."""
     group = parser.add_argument_group("memory and computing")
     group.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1, ..., or auto: a GPU if there is one that can be used (default cpu)",
+    )
+    group.add_argument(
         "--cache-bytes",
-        default="1GiB",
         metavar="SIZE",
-        help="memory for what requests remember: 8GiB, 512MiB, 1048576 (default 1GiB)",
+        help="memory for what requests remember: 8GiB, 512MiB, 1048576 (default 1GiB); on a GPU by default all that is left",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the GPU's memory for weights, cache and computing (default 0.9)",
     )
     group.add_argument(
         "--cache-format",
@@ -125,14 +137,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default="auto",
         metavar="TYPE",
-        help="activations are rounded to: fp32, bf16, auto (default auto: fp32 on a CPU)",
+        help="activations are rounded to: fp32, bf16, auto (default auto: fp32 on a CPU, bf16 on a GPU)",
     )
     group.add_argument(
         "--max-step-tokens",
         type=int,
-        default=1024,
         metavar="N",
-        help="most tokens computed in one step; longer prompts are cut (default 1024)",
+        help="most tokens computed in one step; longer prompts are cut (default 1024 on a CPU, 4096 on a GPU)",
     )
     group.add_argument(
         "--max-model-len",
@@ -149,10 +160,29 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--deterministic",
         choices=tuple(_DETERMINISTIC),
-        default="strict",
         metavar="MODE",
-        help="strict: the same bits whatever else runs and however a prompt is cut; true: the same on a CPU; "
-        "false: bits may depend on the batch (default strict)",
+        help="strict: the same bits whatever else runs and however a prompt is cut; true: the same on a CPU, on a GPU decodes do "
+        "not depend on what else runs and prefills not on cuts at multiples of 128; false: bits may depend on the batch "
+        "(default strict on a CPU, true on a GPU)",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        metavar="WHICH",
+        help="auto: the fastest that this GPU runs; portable: those that run on every GPU (default auto)",
+    )
+    group.add_argument(
+        "--activation-format",
+        choices=ACTIVATION_FORMATS,
+        default="auto",
+        metavar="FORMAT",
+        help="what products with fp8 and fp4 weights read: fp8, bf16, auto (default auto: fp8 where the GPU multiplies it)",
+    )
+    group.add_argument(
+        "--no-warmup",
+        action="store_true",
+        help="on a GPU, compile kernels and capture decode graphs when they are first needed, not before",
     )
 
 
@@ -183,7 +213,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_step_tokens=args.max_step_tokens,
         max_model_len=args.max_model_len,
         checkpoint_interval=args.checkpoint_interval,
-        deterministic=_DETERMINISTIC[args.deterministic],
+        deterministic=_DETERMINISTIC[args.deterministic] if args.deterministic else None,
+        device=args.device,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        kernels=args.kernels,
+        activation_format=args.activation_format,
+        warmup=not args.no_warmup,
     )
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -34,7 +34,11 @@ def load(config: EngineConfig, quiet: bool) -> tuple[Engine, float]:
     start = time.perf_counter()
     with _progress(quiet) as progress:
         task = progress.add_task("loading weights", total=None)
-        engine = Engine(config, lambda done, total: progress.update(task, completed=done, total=total))
+
+        def show(what: str) -> Callable[[int, int], None]:
+            return lambda done, total: progress.update(task, description=what, completed=done, total=total)
+
+        engine = Engine(config, show("loading weights"), show("compiling kernels, capturing graphs"))
     return engine, time.perf_counter() - start
 
 

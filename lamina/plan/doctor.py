@@ -45,7 +45,7 @@ class Machine:
 
     cores            that this process may use.   memory_bytes  of the machine or of its container, available_bytes now.
     torch_backend    what torch was built for: cpu, cuda 12.8, rocm 6.4.   torch_problem  what it complains of, if of anything.
-    devices          what this version of the engine computes on.
+    devices          what the engine can compute on here.
     """
 
     system: str
@@ -170,7 +170,10 @@ def _judge_machine(machine: Machine, notes: _Notes) -> None:
     elif idle:
         notes.limit(f"torch cannot use {_gpu_count(idle)} (CUDA_VISIBLE_DEVICES, or the driver)")
     if machine.gpus and machine.devices == ("cpu",):
-        notes.limit(f"this version computes on the CPU only: {_gpu_count(machine.gpus)} would stay idle")
+        needed = "a GPU needs compute capability 8.0, a torch built for CUDA, and Triton"
+        notes.limit(f"{_gpu_count(machine.gpus)} would stay idle: {needed}")
+    elif len(usable := [gpu for gpu in machine.gpus if gpu.torch]) > 1:
+        notes.limit(f"this version computes on one GPU: {_gpu_count(usable[1:])} would stay idle")
 
 
 class _Model:

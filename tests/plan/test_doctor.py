@@ -550,7 +550,10 @@ def test_gpus() -> None:
     report = machine_report(gpus=gpus[1:], devices=("cpu", "cuda"))
     assert report.limits == ("torch 2.13.0 is built for the CPU: it cannot use 1 GPU",)
     report = machine_report(gpus=gpus[:1], torch_backend="cuda 12.8")
-    assert report.limits == ("this version computes on the CPU only: 1 GPU would stay idle",)
+    assert report.limits == ("1 GPU would stay idle: a GPU needs compute capability 8.0, a torch built for CUDA, and Triton",)
+    both = (gpus[0], gpus[0])
+    report = machine_report(gpus=both, torch_backend="cuda 12.8", devices=("cpu", "cuda"))
+    assert report.limits == ("this version computes on one GPU: 1 GPU would stay idle",)
 
 
 def test_the_versions_of_torch_are_the_projects() -> None:
