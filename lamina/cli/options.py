@@ -104,7 +104,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="cpu",
         metavar="DEVICE",
-        help="cpu, cuda, cuda:1, ..., or auto: a GPU if there is one that can be used (default cpu)",
+        help="cpu, cuda, cuda:1, ..., or auto: a GPU if there is one that can be used (default %(default)s)",
     )
     group.add_argument(
         "--cache-bytes",

@@ -173,8 +173,8 @@ def _with_device(config: EngineConfig) -> EngineConfig:
     if config.device == "cpu":
         return config
     if not has_gpu:
-        why = "cpu" if torch.version.cuda is None else "cpu: torch finds no GPU"
-        raise ConfigError("device", config.device, f"{why} (torch {torch.__version__})")
+        why = "is built for the CPU" if torch.version.cuda is None else "finds no GPU"
+        raise ConfigError("device", config.device, f"cpu is what there is here, torch {torch.__version__} {why}")
     index = torch.device(config.device).index or 0
     if index >= torch.cuda.device_count():
         raise ConfigError("device", config.device, f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
