@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +116,30 @@ def machine_code(
 def _cuobjdump(option: str, path: str) -> str:
     command = [triton.knobs.nvidia.cuobjdump.path, option, path]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, warps: int = 4) -> dict[str, Any]:
+    """What a kernel becomes without a GPU; types may be records of types."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def visit(kind: Any, path: tuple[int, ...]) -> None:
+        if isinstance(kind, tuple):
+            for number, part in enumerate(kind):
+                visit(part, (*path, number))
+        elif kind.startswith("*") or kind == "i32":
+            attributes[path] = [["tt.divisibility", 16]]
+
+    for number, name in enumerate(kernel.arg_names):
+        if not name.endswith("_column"):
+            visit(signature[name], (number,))
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "enable_fp_fusion": False}
+    return dict(triton.compile(source, target=target, options=options).asm)
+
+
+def orders_of_sums(code: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Tiles whose rows are added up, and how threads hold them: this decides the order."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code["ttgir"], flags=re.MULTILINE))
+    sums = re.findall(r"\(tensor<(\w+)xf32, (#\w+)>\) -> tensor<\w*f32, #ttg.slice<\{dim = 1", code["ttgir"])
+    return {(tile, layouts[layout]) for tile, layout in sums}

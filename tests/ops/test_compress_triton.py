@@ -6,7 +6,6 @@ With random gates states are held to 2e-6, the accuracy of a few exponentials, a
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,9 +26,7 @@ from lamina.ops.store import EntryCodec, StateCodec, Store, attention_codec, ind
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from kernel_tests import compiled, orders_of_sums
 
 from lamina.ops.compress import kernels
 from lamina.ops.compress.triton import compress, compress_pair, refuses
@@ -320,7 +317,7 @@ def test_refusals() -> None:
         assert refuses(Machine("cuda", (7, 5), True), CompressCase(512, 64)) == "needs compute capability 8.0, this GPU has 7.5"
 
 
-def compiled(ratio: int, has_index: bool, is_single: bool, saves: bool, capability: int) -> dict[str, Any]:
+def compress_code(ratio: int, has_index: bool, is_single: bool, saves: bool, capability: int) -> dict[str, Any]:
     """What the kernel becomes without a GPU, at the shipped shapes."""
     kernel = kernels.compress
     coded, keys = ("*u8", "*bf16", "*u8"), ("*u8", "*u8")
@@ -346,29 +343,7 @@ def compiled(ratio: int, has_index: bool, is_single: bool, saves: bool, capabili
         constants["index"] = None
     if ratio != 4:
         constants[0, kernels.Memory._fields.index("next")] = None
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def visit(kind: Any, path: tuple[int, ...]) -> None:
-        if isinstance(kind, tuple):
-            for number, part in enumerate(kind):
-                visit(part, (*path, number))
-        elif kind.startswith("*") or kind == "i32":
-            attributes[path] = [["tt.divisibility", 16]]
-
-    for number, name in enumerate(kernel.arg_names):
-        if not name.endswith("_column"):
-            visit(signature[name], (number,))
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target, options = GPUTarget("cuda", capability, 32), {"num_warps": 4, "enable_fp_fusion": False}
-    return dict(triton.compile(source, target=target, options=options).asm)
-
-
-def orders_of_sums(code: dict[str, Any]) -> set[tuple[str, ...]]:
-    """Tiles whose rows are added up, and how threads hold them: this decides the order."""
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code["ttgir"], flags=re.MULTILINE))
-    sums = re.findall(r"\(tensor<(\w+)xf32, (#\w+)>\) -> tensor<\w*f32, #ttg.slice<\{dim = 1", code["ttgir"])
-    return {(tile, layouts[layout]) for tile, layout in sums}
+    return compiled(kernel, types, constants, capability)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
@@ -378,10 +353,10 @@ def test_compiled_ahead_of_time(capability: int) -> None:
     sum has one order in decode, in prefill, alone and beside the index."""
     single, entries = {}, {}
     for ratio, has_index in ((4, True), (128, False)):
-        single[ratio] = compiled(ratio, has_index, True, True, capability)
-        entries[ratio] = compiled(ratio, has_index, False, False, capability)
+        single[ratio] = compress_code(ratio, has_index, True, True, capability)
+        entries[ratio] = compress_code(ratio, has_index, False, False, capability)
         assert "cp.async" in entries[ratio]["ptx"]
-    states = compiled(4, True, False, True, capability)
+    states = compress_code(4, True, False, True, capability)
     for code in (*single.values(), *entries.values(), states):
         assert ".local" not in code["ptx"]
         assert "ld.global.v4.b32" in code["ptx"]

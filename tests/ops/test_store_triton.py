@@ -6,7 +6,6 @@ what was written, and that nothing else was. The definition runs on the CPU, who
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from types import ModuleType
@@ -27,8 +26,7 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from kernel_tests import compiled, orders_of_sums
 
 from lamina.ops.rope_norm import kernels as rope_kernels
 from lamina.ops.rope_norm.triton import norm_quantise, query_norm_rope
@@ -267,33 +265,6 @@ def test_refusals() -> None:
     assert refuses(good, StoreCase(513, 64, ("fp32",))) is not None
     if not INTERPRETED:
         assert refuses(Machine("cpu", (0, 0), True), entry) == "runs on NVIDIA GPUs, not on cpu"
-
-
-def compiled(kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, warps: int = 4) -> dict[str, Any]:
-    """What a kernel becomes without a GPU; types may be records of types."""
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    attributes: dict[tuple[int, ...], Any] = {}
-
-    def visit(kind: Any, path: tuple[int, ...]) -> None:
-        if isinstance(kind, tuple):
-            for number, part in enumerate(kind):
-                visit(part, (*path, number))
-        elif kind.startswith("*") or kind == "i32":
-            attributes[path] = [["tt.divisibility", 16]]
-
-    for number, name in enumerate(kernel.arg_names):
-        if not name.endswith("_column"):
-            visit(signature[name], (number,))
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "enable_fp_fusion": False}
-    return dict(triton.compile(source, target=target, options=options).asm)
-
-
-def orders_of_sums(code: dict[str, Any]) -> set[tuple[str, ...]]:
-    """Tiles whose rows are added up, and how threads hold them: this decides the order."""
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code["ttgir"], flags=re.MULTILINE))
-    sums = re.findall(r"\(tensor<(\w+)xf32, (#\w+)>\) -> tensor<\w*f32, #ttg.slice<\{dim = 1", code["ttgir"])
-    return {(tile, layouts[layout]) for tile, layout in sums}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
