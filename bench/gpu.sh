@@ -8,6 +8,8 @@ python=${2:-python3}
 cd "$(dirname "$0")/.."
 export PYTHONPATH=.:bench${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 tests=("$python" -m pytest -q -o "addopts=--import-mode=importlib -p no:cacheprovider" --tb=short)
+workers=()
+if "$python" -c "import xdist" 2> /dev/null; then workers=(-n 4); fi
 
 run() { # name, seconds, command
     local name=$1 limit=$2 begin=$SECONDS
@@ -22,8 +24,8 @@ figures() { # name, seconds, arguments of bench/name.py
     run "$name" "$limit" "$python" "bench/$name.py" "$@" --json "$results/$name.jsonl"
 }
 
-run kernels 300 "${tests[@]}" -k "not compiled_ahead and not ahead_of_time" tests/ops tests/models/test_device_model.py &
-run gpu_tests 300 "${tests[@]}" tests/gpu tests/runtime &
+run kernels 300 "${tests[@]}" "${workers[@]}" -k "not compiled_ahead and not ahead_of_time" tests/ops tests/models/test_device_model.py &
+run gpu_tests 300 "${tests[@]}" "${workers[@]}" tests/gpu tests/runtime &
 run memcheck 300 compute-sanitizer --tool memcheck --error-exitcode 9 "${tests[@]}" tests/models/test_device_model.py -k official &
 run parity 300 "$python" bench/against_transformers.py --only parity --json "$results/parity.jsonl" &
 wait

@@ -9,7 +9,7 @@ from lamina.layers.entries import StoreKey
 from lamina.memory.layout import HIDDEN, Layout, Span
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
 from lamina.ops.store import EntryCodec, StateCodec, Store
-from lamina.runtime.copies import CopyPlanner, Mover, run_waves
+from lamina.runtime.copies import CopyPlanner, Mover, run_waves, warm_up
 
 _VIEWS = {
     "fp32": torch.float32,
@@ -83,6 +83,11 @@ class DeviceArena:
                 self._save(order)
             else:
                 self._restore(order)
+
+    def warm_up(self) -> None:
+        """Compiles what any copies may need; nothing on a CPU."""
+        if self._mover is not None:
+            warm_up(self.bytes.view(-1), self._mover)
 
     def _save(self, order: SaveSlot) -> None:
         """Slot to checkpoint: live rows, oldest first. Everything is read before anything is written: pages may overlap."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.memory.kinds import RowRange
 from lamina.memory.layout import Layout
 from lamina.memory.orders import CopyPage, Order, SaveSlot
-from lamina.ops.move import PIECE_BYTES, word_of
+from lamina.ops.move import PIECE_BYTES, WORDS, word_of
 
 Ints: TypeAlias = NDArray[np.int64]
 Mover: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], None]
@@ -118,6 +118,13 @@ def run_waves(memory: Tensor, waves: Sequence[Wave], mover: Mover) -> None:
         spare = torch.empty(wave.spare_bytes, dtype=torch.uint8, device=memory.device)
         mover(memory, spare, pieces[:3], wave.word_bytes)
         mover(spare, memory, pieces[3:], wave.word_bytes)
+
+
+def warm_up(memory: Tensor, mover: Mover) -> None:
+    """Moves nothing, once in each way that a wave may ask for: whatever compiles does it now."""
+    nothing = torch.zeros(3, 1, dtype=torch.int64, device=memory.device)
+    for word_bytes in WORDS:
+        mover(memory, memory, nothing, word_bytes)
 
 
 def _in_pieces(pattern: Ints) -> Ints:

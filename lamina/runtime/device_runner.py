@@ -179,6 +179,7 @@ class DeviceRunner:
         """
         self._use_device()
         self.sampler.warm_up()
+        self.arena.warm_up()
         sizes, contexts = sizes_up_to(self.max_step_tokens), self.graphs.contexts
         every = [(size, context) for context in contexts[::-1] for size in sizes[::-1]]
         graphs = self.graphs.num_buckets if self.mode != "strict" else 0

@@ -5,12 +5,14 @@ Triton's interpreter, where `runs_kernels` tests run. On a GPU everything runs i
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HAS_GPU = torch.cuda.is_available()
@@ -111,6 +114,43 @@ def machine_code(
         text, usage = (_cuobjdump(option, file.name) for option in ("-sass", "-res-usage"))
     found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
     return MachineCode(text, int(found["REG"]), int(found["STACK"]), int(compiled.metadata.shared))
+
+
+class _AbsentGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    _numbers = itertools.count(1000)  # of no GPU that is here; kernels are kept by it, so that each starts with none
+
+    def __init__(self, capability: int) -> None:
+        self.target, self.number = GPUTarget("cuda", capability, 32), next(self._numbers)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def only_compiling(capability: int) -> Iterator[None]:
+    """Launches compile what they would need on a GPU of this compute capability, which need not be here, and write nothing.
+
+    Tensors may lie on the CPU. At the beginning nothing is compiled.
+    """
+    run, before = JITFunction.run, driver._active  # without a GPU there is none, and `active` raises
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    driver.set_active(_AbsentGpu(capability))
+    JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        JITFunction.run, driver._active = run, before
 
 
 def _cuobjdump(option: str, path: str) -> str:

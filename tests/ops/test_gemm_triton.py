@@ -15,6 +15,7 @@ from torch import Tensor
 from lamina.ops.gemm import Activation, GemmCase, StoredWeight, ref
 from lamina.ops.machine import Machine
 from lamina.ops.quantise import e8m0_to_fp32, quantise_fp8, quantise_fp8_weight
+from lamina.runtime.graphs import sizes_up_to
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -248,8 +249,48 @@ def test_quantised_in_one_launch(tokens: int, rows: int, width: int, groups: int
             assert torch.equal(found.scales, expected.scales)
 
 
+def test_few_rows_are_served_by_small_tiles() -> None:
+    """Up to 16 of fp8, 32 of bf16: on an H200 `hopper.py` is faster from the next on."""
+    for maths, most in (("fp8", 16), ("bf16", 32)):
+        for rows, width, groups in REAL[:10]:
+            cuts = [gemm.choose_cut(tokens, rows, width, groups, maths, "decode", True) for tokens in range(1, 70)]
+            assert [cut.is_gluon for cut in cuts] == [tokens > most for tokens in range(1, 70)]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32])
+def test_both_of_a_pair_have_the_same_tiles(tokens: int) -> None:
+    cuts = [gemm.choose_cut(tokens, *shape, maths, "decode") for shape in REAL if shape[2] == 1 for maths in ("fp8", "bf16")]
+    assert len({(cut.tokens, cut.rows, cut.warps, cut.stages, cut.is_gluon) for cut in cuts}) == 1
+
+
+@pytest.mark.parametrize("is_hopper", [False, True])
+@pytest.mark.parametrize("maths", ["fp8", "codes", "wide", "bf16", "fp32"])
+def test_a_warm_up_tries_every_cut(maths: str, is_hopper: bool) -> None:
+    """That any number of rows may have: decodes are padded to sizes of their own, but the head gets as many as there are."""
+    for rows, width in ((129280, 4096), (129280, 7168), (1040, 128), (4096, 4096)):
+        for order in ("decode", "prefill"):
+            for most in (1, 20, 48, 256, 700):
+                every, tried = (
+                    {gemm.choose_cut(tokens, rows, width, 1, maths, order, is_hopper) for tokens in sizes}
+                    for sizes in (range(1, most + 1), sizes_up_to(most))
+                )
+                assert every == tried
+
+
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 18] + [70] * HAS_GPU)
+def test_a_pair_of_few_rows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 32 rows, though an H200 has another kernel for one of the two from 17 rows on."""
+    launched = []
+    monkeypatch.setattr(gemm, "linear", lambda x, weight, *args: launched.append(args))
+    for tokens in (1, 16, 17, 32, 33):
+        case = Case(tokens, 136, 128, "fp8", "decode")
+        x, weight = make(case)
+        gemm.linear_pair(x, weight, make(replace(case, rows=72, kind="bf16"))[1], torch.float32, torch.float32)
+        assert len(launched) == (0 if tokens <= 32 else 2)
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [1, 18] + [32, 70] * HAS_GPU)
 def test_a_pair_is_two_products(tokens: int) -> None:
     case = Case(tokens, 136, 512, "fp8", "decode", out_dtype=torch.bfloat16)
     x, weight = make(case)

@@ -265,16 +265,17 @@ def test_refusals() -> None:
     assert refuses(machine, replace(good, hidden=8320)) == "the hidden width must be 1 to 8192, not 8320"
 
 
-def compiled(capability: int, width: int, is_bf16: bool, is_head: bool) -> tuple[MachineCode, MachineCode]:
-    """Both kernels as `BoundaryStep` asks for them, at 4 streams."""
-    cut, act = Cut.of(4, width, not is_head), "*bf16" if is_bf16 else "*fp32"
-    shape = {"D": width, "S": 4, "SP": cut.slots, "PADDED": cut.padded, "HAS_COMB": not is_head, "IS_BF16": is_bf16}
+def compiled(capability: int, width: int, is_bf16: bool, is_head: bool, streams: int = 4) -> tuple[MachineCode, MachineCode]:
+    """Both kernels as `BoundaryStep` asks for them."""
+    cut, act = Cut.of(streams, width, not is_head), "*bf16" if is_bf16 else "*fp32"
+    shape = {"D": width, "S": streams, "SP": cut.slots, "PADDED": cut.padded, "HAS_COMB": not is_head, "IS_BF16": is_bf16}
     types = dict.fromkeys(("post", "comb", "fn", "products", "base", "scale", "norm_weight", "scales"), "*fp32")
     types |= dict.fromkeys(("streams", "out", "mixed"), act) | {"values": "*fp32" if is_head else act, "codes": "*u8"}
     types |= {"num_tokens": "i32", "num_tiles": "i32"}
     own = {"out2": None, "COLUMNS": 64, "HAS_OUT": True, "HAS_OUT2": False, "TILE": 16, "INTERPRET": False}
     first = machine_code(kernels.mix, types, shape | own, capability, 4, 1)
-    own = {"WIDTH": 4096 if width == 4096 else 8192, "SPLITS": cut.splits, "SPLITS_PADDED": 64 if width == 4096 else 128}
+    own = {"WIDTH": max(128, 1 << (width - 1).bit_length()), "SPLITS": cut.splits}
+    own |= {"SPLITS_PADDED": 1 << (cut.splits - 1).bit_length()}
     own |= {"ITERATIONS": 20, "EPS": EPS, "NORM_EPS": EPS, "FP8": is_bf16 and not is_head, "KEEPS_FP32": is_head, "BALANCED": 8}
     own |= dict.fromkeys((["post", "comb"] if is_head else []) + ([] if is_bf16 and not is_head else ["codes", "scales"]))
     return first, machine_code(kernels.collapse, types, shape | own | {"INTERPRET": False}, capability, cut.collapse_warps, 3)
@@ -290,6 +291,30 @@ def test_compiled_ahead_of_time(capability: int, width: int) -> None:
     if (capability, width) == (90, 4096):
         assert all(code.spills == 0 for code in compiled(90, width, True, True))
         assert all(code.spills == 0 and not code.count("HMMA") for code in compiled(90, width, False, False))
+
+
+#: bytes of shared memory that a program may have on GPUs of compute capability 8.6 and 8.9; on 8.0 166,912, on 9.0 232,448
+_LEAST_SHARED = 101_376
+_LONG = pytest.mark.long
+
+
+@compiles_kernels
+@pytest.mark.parametrize(
+    ("streams", "is_bf16", "capability"),
+    [
+        *[(streams, is_bf16, 90) for streams in (1, 2, 3, 4) for is_bf16 in (True, False)],
+        *[(5, True, 90), (5, False, 90), (6, True, 90), (8, True, 90)],
+        *[
+            pytest.param(streams, is_bf16, 90, marks=_LONG)
+            for streams, is_bf16 in ((6, False), (7, True), (7, False), (8, False))
+        ],
+        *[pytest.param(streams, is_bf16, 80, marks=_LONG) for streams in range(1, 9) for is_bf16 in (True, False)],
+    ],
+)
+def test_every_number_of_streams_fits_the_shared_memory(streams: int, is_bf16: bool, capability: int) -> None:
+    """A kernel that needs more compiles, and fails when it is launched. Of all GPUs that are served."""
+    for code in compiled(capability, 64, is_bf16, False, streams):
+        assert code.shared_bytes <= _LEAST_SHARED
 
 
 @starts_interpreter

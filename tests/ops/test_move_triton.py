@@ -4,14 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.memory.kinds import Field, Snapshot
+from lamina.memory.layout import make_layout
+from lamina.memory.orders import CopyPage, SaveSlot
 from lamina.ops.machine import Machine
 from lamina.ops.move import PIECE_BYTES, WORDS, word_of
 from lamina.ops.move import move as definition
+from lamina.runtime.copies import CopyPlanner, run_waves, warm_up
 from tests.ops.kernel_tests import (
     DEVICE,
     HAS_GPU,
     compiles_kernels,
     machine_code,
+    only_compiling,
     run_interpreted,
     runs_kernels,
     starts_interpreter,
@@ -19,6 +24,7 @@ from tests.ops.kernel_tests import (
 
 from lamina.ops.move import kernels  # isort: skip
 from lamina.ops.move.triton import move, refuses  # isort: skip
+from lamina.ops.triton import watch  # isort: skip
 
 GiB = 1 << 30
 
@@ -91,6 +97,26 @@ def test_machine_code(capability: int) -> None:
     kinds = {"source": "*i64", "target": "*i64", "pieces": "*i64", "num_pieces": "i32"}
     code = machine_code(kernels.move, kinds, {"WORD": 8, "SIZE": PIECE_BYTES // 8}, capability)
     assert code.spills == 0 and code.count("LDG.E.64") + code.count("LDG.E.128") >= 8
+
+
+@starts_interpreter
+def test_nothing_compiles_after_the_warm_up() -> None:
+    """Whatever the word, the number of pieces and the alignment of their table; a slot saved where it lies among the orders."""
+    layout = make_layout([Snapshot("state", 0, (Field("s", "fp32", (9001,)),))], Field("hidden", "fp32", (32,)), 8)
+    memory = torch.zeros(40 * layout.page_bytes, dtype=torch.uint8)
+    with only_compiling(90), watch() as seen:
+        warm_up(memory, move)
+        assert len(seen) == len(WORDS)
+        table = torch.zeros(3 * 64 + 2, dtype=torch.int64)
+        for word in WORDS:
+            for num in (1, 2, 3, 16, 17, 64):
+                for first in (0, 1, 2):
+                    move(memory, torch.empty(40, dtype=torch.uint8), table[first : first + 3 * num].view(3, num), word)
+        pages = tuple(range(layout.slot_pages))
+        for count in range(1, 4):
+            orders = [SaveSlot(pages, pages[: layout.checkpoint_pages(5)], 5), *[CopyPage(30 + n, 33 + n) for n in range(count)]]
+            run_waves(memory, CopyPlanner(layout).waves(orders), move)
+        assert len(seen) == len(WORDS)
 
 
 @compiles_kernels

@@ -11,9 +11,9 @@ from torch import Tensor
 from lamina.memory.kinds import EntryFormat, Field, Fold, Log, Snapshot, Window
 from lamina.memory.layout import Layout, make_layout
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
-from lamina.ops.move import PIECE_BYTES, move
+from lamina.ops.move import PIECE_BYTES, WORDS, move
 from lamina.runtime.arena import DeviceArena
-from lamina.runtime.copies import CopyPlanner, run_waves
+from lamina.runtime.copies import CopyPlanner, run_waves, warm_up
 
 CPU = torch.device("cpu")
 ODD = EntryFormat("odd", (Field("a", "u8", (10,)), Field("b", "fp32", (3,))))
@@ -81,6 +81,13 @@ def test_waves_give_what_the_sequence_gives(layout: Callable[[], Layout], seed: 
     run_waves(found.bytes.view(-1), CopyPlanner(made).waves(orders), Movers())
     assert torch.equal(found.bytes, truth.bytes), orders
     assert not torch.equal(before, truth.bytes)
+
+
+def test_warming_up_moves_nothing() -> None:
+    arena, movers = filled(odd(), 3, 1), Movers()
+    before = arena.bytes.clone()
+    warm_up(arena.bytes.view(-1), movers)
+    assert movers.launches == len(WORDS) and torch.equal(arena.bytes, before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU")

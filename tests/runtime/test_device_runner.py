@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lamina.memory.ledger import Ledger
+from lamina.ops.move import WORDS, move
 from lamina.runtime.arena import DeviceArena
 from lamina.runtime.device_inputs import StepInputs
 from lamina.runtime.device_runner import DeviceRunner, Mode
@@ -252,6 +253,23 @@ def test_warmup_changes_nothing(helper: ModuleType) -> None:
     serving.runner.warmup()
     assert torch.equal(serving.arena.bytes, before)
     assert serving.model.calls[0] == ("prefill", 64, 1, 600)
+
+
+def test_copies_are_warmed_up(helper: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copies of a step are of no kind that the warm-up has not made."""
+    serving, words = Serving(helper), []
+
+    def mover(source: torch.Tensor, target: torch.Tensor, pieces: torch.Tensor, word_bytes: int) -> None:
+        words.append(word_bytes)
+        move(source, target, pieces, word_bytes)
+
+    monkeypatch.setattr(serving.arena, "_mover", mover)  # as a GPU's
+    serving.runner.warmup()
+    warmed = set(words)
+    request = serving.add(prompt(30, 1), 5)
+    serving.run()
+    serving.check(request)
+    assert len(words) > len(WORDS) and set(words) == warmed == set(WORDS)
 
 
 def test_buckets() -> None:

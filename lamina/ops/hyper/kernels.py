@@ -61,6 +61,19 @@ def _weights(
 
 
 @triton.jit
+def _parts(loaded, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr):
+    """Weights as bf16 rows are multiplied by them: all their bits in three bf16 parts. fp32 rows read the first, as it is."""
+    if IS_BF16 and not INTERPRET:
+        head = loaded.to(tl.bfloat16)
+        rest = loaded - head.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        tail = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    else:
+        head, middle, tail = loaded, loaded, loaded
+    return head, middle, tail
+
+
+@triton.jit
 def _tile(
     streams, out, out2, post, comb, tile, num_tokens, column, inside,
     D: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, HAS_OUT: tl.constexpr, HAS_OUT2: tl.constexpr,
@@ -92,7 +105,11 @@ def mix(
     HAS_OUT: tl.constexpr, HAS_OUT2: tl.constexpr, HAS_COMB: tl.constexpr, IS_BF16: tl.constexpr, TILE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of every stream, of num_tiles tiles of TILE tokens. products [T, ranges of columns, PADDED]."""
+    """COLUMNS columns of every stream, of num_tiles tiles of TILE tokens. products [T, ranges of columns, PADDED].
+
+    The weights are read once and kept; of more than 4 streams they are too large for it, and are read again with every tile.
+    """
+    KEEPS: tl.constexpr = S <= 4
     SPLITS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     SUM: tl.constexpr = SP * SP + 2 * SP if HAS_COMB else SP
     split = tl.program_id(0)
@@ -102,20 +119,12 @@ def mix(
     last = tl.minimum(first + num_tiles, (num_tokens + TILE - 1) // TILE)
     ahead = _tile(streams, out, out2, post, comb, first, num_tokens, column, inside, D, S, TILE, HAS_OUT, HAS_OUT2)
     loaded = ()
-    for k in tl.static_range(S):
+    for k in tl.static_range(S if KEEPS else 0):
         loaded += (_weights(fn + k * D, column, inside, D, S, SP, PADDED, HAS_COMB),)
     tl.debug_barrier()  # all loads are under way before the first is waited for
-    heads, middles, tails = (), (), ()  # of each stream
-    for k in tl.static_range(S):
-        if IS_BF16 and not INTERPRET:
-            head = loaded[k].to(tl.bfloat16)
-            rest = loaded[k] - head.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            heads += (head,)
-            middles += (middle,)
-            tails += ((rest - middle.to(tl.float32)).to(tl.bfloat16),)
-        else:
-            heads += (loaded[k],)
+    kept = ()  # of each stream
+    for k in tl.static_range(S if KEEPS else 0):
+        kept += (_parts(loaded[k], IS_BF16, INTERPRET),)
     for tile in range(first, last):
         read = ahead
         ahead = _tile(streams, out, out2, post, comb, tile + 1, num_tokens, column, inside, D, S, TILE, HAS_OUT, HAS_OUT2)
@@ -140,13 +149,18 @@ def mix(
             else:
                 new = read[k].to(tl.float32)
             squares += tl.sum(new * new, 1)
+            if KEEPS:
+                head, middle, tail = kept[k]
+            else:
+                weights = _weights(fn + k * D, column, inside, D, S, SP, PADDED, HAS_COMB)
+                head, middle, tail = _parts(weights, IS_BF16, INTERPRET)
             if IS_BF16 and not INTERPRET:
                 narrow = new.to(tl.bfloat16)
-                total = tl.dot(narrow, tails[k], total)
-                total = tl.dot(narrow, middles[k], total)
-                total = tl.dot(narrow, heads[k], total)
+                total = tl.dot(narrow, tail, total)
+                total = tl.dot(narrow, middle, total)
+                total = tl.dot(narrow, head, total)
             else:
-                total = tl.dot(new, heads[k], total, input_precision="ieee")
+                total = tl.dot(new, head, total, input_precision="ieee")
         of = tl.arange(0, PADDED)[None, :]
         total = tl.where(of == SUM, squares[:, None], total)
         tl.store(products + (token * SPLITS + split)[:, None] * PADDED + of, total, mask=live[:, None])

@@ -1,0 +1,159 @@
+"""Warming up compiles all that serving needs, seen without a GPU: launches compile for one, and compute nothing.
+
+Every token drawn is 0. `tests/gpu/test_compilations.py` is the same on a GPU.
+"""
+
+import importlib.util
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from lamina.memory.layout import make_layout
+from lamina.memory.ledger import Ledger
+from lamina.models.registry import Target, blueprint
+from lamina.models.tiny import write_tiny
+from lamina.ops.gemm import triton as gemm
+from lamina.ops.machine import Machine
+from lamina.ops.move.triton import move
+from lamina.ops.sample.triton import token_logprobs
+from lamina.ops.store.triton import keep_hidden
+from lamina.ops.triton import watch
+from lamina.runtime.arena import DeviceArena
+from lamina.runtime.device_runner import DeviceRunner, Mode
+from lamina.runtime.device_sampler import DeviceSampler
+from lamina.schedule.request import Request
+from lamina.schedule.sampling_params import SamplingParams
+from lamina.schedule.scheduler import Scheduler
+from lamina.schedule.step import LaunchedStep, Step
+from lamina.weights.headers import read_config
+from lamina.weights.loader import Checkpoint, StoredTensor
+from tests.ops.kernel_tests import HAS_GPU, INTERPRETED, only_compiling
+
+CPU = torch.device("cpu")
+PAGES, ROWS, BUDGET, LONGEST = 60, 20, 512, 2000
+GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+WAYS = [
+    GREEDY,
+    SamplingParams(max_tokens=9, temperature=1.2, top_k=7, top_p=0.9, min_p=0.02, seed=3),
+    SamplingParams(max_tokens=9, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, seed=3),
+    SamplingParams(max_tokens=9, temperature=0, logprobs=4, prompt_logprobs=3),
+    SamplingParams(max_tokens=9, temperature=0.8, logit_bias={5: 2.0}, min_tokens=4, seed=3),
+]
+
+
+class Serving:
+    """The tiny model as on a GPU of this compute capability, with a scheduler that is one step ahead."""
+
+    def __init__(self, directory: Path, capability: tuple[int, int], mode: Mode) -> None:
+        plan = blueprint(read_config(directory), "fp8", "fp4")
+        layout = make_layout(plan.memories, plan.hidden, None)
+        arena = DeviceArena(layout, PAGES, CPU)
+        arena._mover = move
+        target = Target(CPU, Machine("cuda", capability, True), torch.bfloat16, "fp8" if capability >= (8, 9) else "bf16")
+        with Checkpoint(directory, plan.names) as checkpoint:
+            model = plan.load_device(checkpoint, target, lambda spec: arena.store(spec.key, spec.codec))
+        self.vocab_size = plan.vocab_size
+        self.runner = DeviceRunner(model, arena, DeviceSampler(ROWS, plan.vocab_size, CPU), ROWS, BUDGET, LONGEST, CPU, mode)
+        self.runner._keep_hidden, self.runner._token_logprobs = keep_hidden, token_logprobs
+        self.scheduler = Scheduler(Ledger(layout, PAGES), BUDGET, ROWS, plan.vocab_size, overlaps=True)
+        self.requests: dict[int, Request] = {}
+        self.flying: deque[tuple[Step, LaunchedStep]] = deque()
+        self.copies = 0
+
+    def warm_up(self, mode: Mode) -> None:
+        self.runner.warmup()
+        graphs = self.runner.graphs  # which capture nothing here
+        for bucket in [(size, context) for context in graphs.contexts for size in graphs.requests if mode != "strict"]:
+            graphs.run(bucket)
+
+    def add(self, prompt: Sequence[int], params: SamplingParams = GREEDY, max_new: int = 9) -> None:
+        number = len(self.requests) + 1
+        self.requests[number] = Request(number, f"r{number}", tuple(prompt), params, number, max_new, frozenset())
+        self.scheduler.add(self.requests[number])
+
+    def run(self, preempts: bool = False) -> None:
+        for number in itertools.count(1):
+            if preempts and number % 20 == 0 and self.scheduler.running:
+                self.scheduler.preempt(self.scheduler.running[-1])
+            while len(self.flying) < 2 and (step := self.scheduler.plan()) is not None:
+                self.copies += len(step.copies_before) + len(step.copies_after)
+                self.flying.append((step, self.runner.execute(step)))
+            if not self.flying:
+                break
+            step, launched = self.flying.popleft()
+            self.scheduler.apply(step, launched.result(), self.requests)
+        assert not self.scheduler.has_work
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("warm-up") / "model"
+    write_tiny(found, "flash")
+    return found
+
+
+@pytest.fixture
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """Everything believes to be on such a GPU, and what kernels would have written is zeros."""
+    found: tuple[int, int] = request.param
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lamina."):
+            for function, value in (("capability_of", found), ("is_hopper", found == (9, 0))):
+                if hasattr(module, function):
+                    monkeypatch.setattr(module, function, lambda device, value=value: value)
+    monkeypatch.setattr(gemm, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+
+    def aligned(self: StoredTensor, *_: object) -> StoredTensor:  # a GPU's memory is, that of a file is not
+        return StoredTensor(self.kind, self.codes.clone(), None if self.scales is None else self.scales.clone())
+
+    monkeypatch.setattr(StoredTensor, "to", aligned)
+    with only_compiling(10 * found[0] + found[1]):
+        yield found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="tests/gpu/test_compilations.py says it of the GPU that is here")
+@pytest.mark.parametrize(
+    ("capability", "mode"),
+    [((9, 0), True), ((9, 0), "strict"), ((9, 0), False), ((8, 0), True)],
+    indirect=["capability"],
+    ids=str,
+)
+def test_nothing_is_compiled_while_serving(capability: tuple[int, int], mode: Mode, directory: Path) -> None:
+    serving, draw = Serving(directory, capability, mode), random.Random(1)
+
+    def words(length: int, seed: int) -> list[int]:
+        return random.Random(seed).choices(range(3, 1000), k=length)
+
+    with watch() as seen:
+        serving.warm_up(mode)
+        seen.clear()
+        for length in (1, 2, 3, 4, 5, 16, 17, 31, 33, 127, 128, 129, 257, 300, 511, 512, 513, 1000, 1900):
+            serving.add(words(length, length))
+            serving.run()
+            assert seen == [], f"a prompt of {length} tokens"
+        for count in (2, 3, 4, 5, 13, 20, 33):
+            for number in range(count):
+                serving.add(words(1 + 53 * number % 700, 100 * count + number), WAYS[number % len(WAYS)])
+            serving.run()
+            assert seen == [], f"{count} requests"
+        for way in WAYS:  # the later ones find blocks of the first
+            for prompt in (words(300, 1), [*words(300, 1)[:270], 5], [*words(300, 1)[:130], 6], words(300, 1)):
+                serving.add(prompt, way)
+            serving.run()
+            assert seen == [], way
+        for number in range(20):
+            serving.add(words(draw.choice([1, 2, 5, 127, 129, 300, 700]), number), WAYS[number % len(WAYS)], 60)
+        serving.run(preempts=True)
+        assert seen == [], "preempted requests"
+    assert sum(one.num_preemptions for one in serving.requests.values()) and serving.copies > 100
