@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from lamina.memory.arena import Arena
 from lamina.memory.layout import Layout
 from lamina.memory.lease import Hold, Lease
+from lamina.memory.pins import Pin
 from lamina.memory.prefix import Node, PrefixIndex, TailPages
 from lamina.memory.tokens import block_key
 
 
-def check_books(
-    layout: Layout, arena: Arena, index: PrefixIndex, leases: Sequence[Lease], holds: Sequence[Hold] = ()
-) -> None:
+def check_books(layout: Layout, arena: Arena, index: PrefixIndex, leases: Sequence[Lease], holds: Sequence[Hold] = ()) -> None:
     """Asserts I1, I2, I3 and I10; the message starts with the number of the one that is broken. O(pages + blocks)."""
     arena.check()
     _check_index(layout, arena, index)
@@ -32,7 +31,7 @@ def _check_index(layout: Layout, arena: Arena, index: PrefixIndex) -> None:
         assert node.resident and node.children == children[id(node)], "I3: the number of children is wrong"
         if node.parent is None:
             assert node.depth == 0 and node.page is None
-            assert node.pins or node.children or node.checkpoints, "I3: an empty root is kept"
+            assert node.pins or node.kept or node.children or node.checkpoints, "I3: an empty root is kept"
         else:
             assert id(node.parent) in known, "I3: a resident node has a parent that is not"
             assert node.depth == node.parent.depth + 1 and node.key == block_key(node.parent.key, node.tokens)
@@ -51,7 +50,25 @@ def _check_index(layout: Layout, arena: Arena, index: PrefixIndex) -> None:
         for kept, window in zip(checkpoint.tails, layout.tails, strict=True):
             live = {b for first, stop in window.live_blocks(checkpoint.position) for b in range(first, stop)}
             assert set(kept) == live, "I3: a checkpoint without its windows"
-        assert checkpoint.queued >= 0 or checkpoint.pins, "I1: a checkpoint could be evicted and is not queued"
+        assert checkpoint.queued >= 0 or not checkpoint.evictable, "I1: a checkpoint could be evicted and is not queued"
+
+    ends = {node for node in nodes if node.parent is not None and not node.children}
+    assert index.recent.keys() == ends | {made for made in index.checkpoints if made.tail}, "I3: a path has no end"
+
+
+def check_pins(arena: Arena, index: PrefixIndex, pins: Sequence[Pin]) -> None:
+    """Every pin of a user keeps its path and its checkpoint, and nothing else is pinned."""
+    nodes: Counter[int] = Counter(id(pin.node) for pin in pins)
+    made: Counter[int] = Counter(id(pin.checkpoint) for pin in pins if pin.checkpoint is not None)
+    pages: Counter[int] = Counter(page for pin in pins for page in index.path_pages(pin.node))
+    for checkpoint in {pin.checkpoint for pin in pins if pin.checkpoint is not None}:
+        assert checkpoint.state == "resident", "I5: a pinned checkpoint was evicted"
+        pages.update((*checkpoint.pages, *checkpoint.shared_pages))
+    assert all(pin.node.resident for pin in pins), "I5: a pinned path was evicted"
+    assert all(node.kept == nodes[id(node)] for node in index.nodes), "I5: pinned nodes are miscounted"
+    assert all(checkpoint.kept == made[id(checkpoint)] for checkpoint in index.checkpoints), "I5: pins are miscounted"
+    assert all(arena.pin_refs(page) == pages[page] for page in range(arena.num_pages)), "I5: pinned pages are miscounted"
+    assert arena.num_with_pins <= arena.num_pages // 2, "I12: more than half is pinned"
 
 
 def _check_lease(layout: Layout, arena: Arena, lease: Lease, read: Counter[int]) -> None:

@@ -5,7 +5,7 @@ edge, a root may have hundreds of thousands.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from sortedcontainers import SortedList  # type: ignore[import-untyped]
@@ -39,6 +39,21 @@ def without_edge(edges: Edges, edge: bytes) -> Edges:
     at = bisect_left(edges, edge)
     assert edges[at] == edge
     return (*edges[:at], *edges[at + 1 :])
+
+
+def next_edge(edges: Edges, edge: bytes) -> bytes:
+    """The edge that comes after one that is there; empty if none does."""
+    at = (bisect_left(edges, edge) if isinstance(edges, tuple) else edges.bisect_left(edge)) + 1
+    found: bytes = edges[at] if at < len(edges) else b""
+    return found
+
+
+def edges_below(edges: Edges, edge: bytes) -> Iterator[bytes]:
+    """All edges that begin with `edge`, itself included if it is there."""
+    at = bisect_left(edges, edge) if isinstance(edges, tuple) else edges.bisect_left(edge)
+    while at < len(edges) and edges[at].startswith(edge):
+        yield edges[at]
+        at += 1
 
 
 def common_tokens(block: bytes, edges: Edges) -> tuple[int, bool]:

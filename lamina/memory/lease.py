@@ -4,11 +4,9 @@ from array import array
 from dataclasses import dataclass, field, replace
 
 from lamina.memory.layout import Layout
-from lamina.memory.prefix import Checkpoint, Hit, Node, TailPages
+from lamina.memory.prefix import FULL_HIT, Checkpoint, Hit, Node, TailPages
+from lamina.memory.states import CANCELLED, FINISHED, PREEMPTED, RUNNING
 from lamina.memory.tokens import Prompt
-
-RUNNING, CLOSING = "running", "closing"
-FINISHED, PREEMPTED, CANCELLED = "finished", "preempted", "cancelled"
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +25,7 @@ class Lease:
     cuts       where the planned steps end that are in flight, ascending; kept where there are large windows.
     junction   where this request leaves a path that is stored, if a checkpoint there would save enough; end a slice there.
     state      running | closing | finished | preempted | cancelled.
+    owner      a short text kept with what it publishes first.
     """
 
     name: str
@@ -45,6 +44,7 @@ class Lease:
     valid_from: int = 0
     cuts: list[int] = field(default_factory=list)
     state: str = RUNNING
+    owner: str = ""
     _prompt: Prompt | None = field(default=None, repr=False)
     _changed_from: int = field(default=0, repr=False)  # first block whose page the caller has not been told
     _tip: Node | None = field(default=None, repr=False)
@@ -152,6 +152,24 @@ class Stats:
     finished: int = 0
     cancelled: int = 0
     stale_commits: int = 0
+
+
+@dataclass(slots=True)
+class Lookups:
+    """How well prompts are found, counted once a request. misses  by the reason why the lookup went no further."""
+
+    num: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+
+    def note(self, hit: Hit, prompt_tokens: int) -> None:
+        """One more request has been admitted."""
+        self.num += 1
+        self.prompt_tokens += prompt_tokens
+        self.hit_tokens += min(hit.position, prompt_tokens)
+        if hit.reason != FULL_HIT:
+            self.misses[hit.reason] = self.misses.get(hit.reason, 0) + 1
 
 
 def public(hit: Hit) -> Hit:

@@ -11,29 +11,17 @@ from dataclasses import astuple, replace
 
 from lamina.base.errors import ConfigError
 from lamina.memory.arena import Arena
-from lamina.memory.check import check_books, check_windows
+from lamina.memory.check import check_books, check_pins, check_windows
 from lamina.memory.decodes import Decodes
 from lamina.memory.layout import Layout
-from lamina.memory.lease import (
-    CANCELLED,
-    CLOSING,
-    FINISHED,
-    PREEMPTED,
-    RUNNING,
-    Hold,
-    Lease,
-    PageCounts,
-    Refused,
-    Stats,
-    Wait,
-    public,
-    refused,
-    waiting,
-)  # fmt: skip
+from lamina.memory.lease import Hold, Lease, Lookups, PageCounts, Refused, Stats, Wait, public, refused, waiting
 from lamina.memory.movers import Movers
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
+from lamina.memory.pins import Pins
 from lamina.memory.prefix import PROMPT_LOGPROBS, Checkpoint, Hit, PrefixIndex
 from lamina.memory.publisher import Publisher
+from lamina.memory.states import CANCELLED, CLOSING, FINISHED, PREEMPTED, RUNNING
+from lamina.memory.takeover import take_over
 from lamina.memory.tokens import Prompt, checked_ids
 from lamina.memory.windows import Windows
 
@@ -59,11 +47,13 @@ class Ledger:
         self.num_pages = num_pages
         self.min_checkpoint_gain = min_checkpoint_gain
         self.stats = Stats()
+        self.lookups = Lookups()  # kept by whoever admits: once a request
         self.arena = Arena(num_pages)
         self.index = PrefixIndex(self.arena, layout, model_id)
         self._windows = Windows(self.arena, layout, self._account)
         self._publisher = Publisher(layout, self.arena, self.index, self._windows, self.stats, adopt_twins)
         self._movers = Movers(self.arena, self.index)
+        self.pins = Pins(self.arena, self.index)
         self.decodes = Decodes(layout, lambda: self._spare, self.extend, self.new_blocks, self.commit)
         self._leases: dict[Lease, None] = {}  # in order of admission
         self._outbox: list[tuple[Order, Checkpoint | None]] = []
@@ -90,6 +80,11 @@ class Ledger:
         return self.arena.evictable
 
     @property
+    def room_to_admit(self) -> int:
+        """Pages that an admission could have if it shared none. O(1)."""
+        return self._spare - self._decoding * self._decode_pages
+
+    @property
     def evictions(self) -> int:
         """Blocks and checkpoints evicted so far."""
         return self.index.evictions
@@ -104,7 +99,8 @@ class Ledger:
         slots, tails = len(self._leases) * self.layout.slot_pages, self._windows.num_pages
         frozen, pinned = self.index.num_checkpoint_pages, self.index.num_pinned_checkpoint_pages
         blocks = self.arena.held - slots - tails - pinned
-        return PageCounts(self.arena.free, blocks, tails, slots, self.arena.evictable - (frozen - pinned), frozen)
+        cached = self.arena.evictable + self.arena.pinned - (frozen - pinned)
+        return PageCounts(self.arena.free, blocks, tails, slots, cached, frozen)
 
     def all_checkpoints(self) -> tuple[Checkpoint, ...]:
         """Checkpoints that can be hit, then pending ones. O(nodes + leases)."""
@@ -133,8 +129,9 @@ class Ledger:
     # -- admission
 
     def admit(
-        self, tokens: Sequence[int] | Prompt, max_new: int, salt: str = "", name: str = "", use_cache: bool = True
-    ) -> Lease | Wait | Refused:
+        self, tokens: Sequence[int] | Prompt, max_new: int, salt: str = "", name: str = "", use_cache: bool = True,
+        owner: str = "",
+    ) -> Lease | Wait | Refused:  # fmt: skip
         """A lease at the position of the longest hit, or why there is none.
 
         tokens     all tokens known, at least one; a request that resumes passes its answer so far as well. A `Prompt` (which
@@ -142,6 +139,7 @@ class Ledger:
         max_new    tokens that may still be sampled. The last one is never computed, so the request ends at position
                    len(tokens) + max(max_new - 1, 0); it is Refused only if that many do not fit into an empty arena.
         use_cache  False: compute everything (prompt log-probs); what fills is still published.
+        owner      a short text kept with what it publishes first.
         Takes the slot and copies of the blocks that the hit ends inside; the rest of the prompt is reserved.
         """
         prompt = self._as_prompt(tokens, salt)
@@ -163,13 +161,16 @@ class Ledger:
         path = self.index.path_pages(found.node)
         target = len(prompt) + (1 if max_new > 1 else 0)
         wait = self._wait(target, path, found.checkpoint)
+        while wait is not None and self.pins and not self._leases and not self._movers.holds:
+            self.drop_pin(name)
+            wait = self._wait(target, path, found.checkpoint)
         if wait is not None:
             return wait
         self._clock += 1
         lease = Lease(
             name, prompt.salt, prompt.ids[:], len(prompt), max_new, public(found), found.position, found.position, junction,
             blocks=path, tails=[{} for _ in self.layout.tails], write_from=found.log_tokens,
-            valid_from=found.position if found.replayed else 0,
+            valid_from=found.position if found.replayed else 0, owner=owner,
         )  # fmt: skip
         lease._prompt, lease._target, lease._tip = prompt, target, found.node
         self.arena.ref_many_for_lease(path)
@@ -216,7 +217,8 @@ class Ledger:
         self._require_running(lease, "extend")
         if n < 0:
             raise ConfigError("n", n, "at least 0")
-        return self._needed(lease, n) <= max(0, self._spare + lease._lacks)
+        gives_way = len(self.pins) and len(self._leases) == 1 and not self._movers.holds
+        return self._needed(lease, n) <= max(0, self._spare + lease._lacks + (self.arena.pinned if gives_way else 0))
 
     def room(self, lease: Lease, n: int) -> int:
         """The most tokens, at most n, that `extend` would plan now."""
@@ -238,6 +240,8 @@ class Ledger:
             return True
         if not self.can_extend(lease, n):
             return False
+        while self.pins and self._needed(lease, n) > max(0, self._spare + lease._lacks):
+            self.drop_pin(lease.name)
         self._clock += 1
         self.index.make_free(self._needed(lease, n), self._clock, lease.name)
         lease.position += n
@@ -341,7 +345,7 @@ class Ledger:
         pages = tuple(self.arena.take_for_cache() for _ in range(count))
         tails = self._windows.frozen(lease, position)
         made = self.index.add_pending(position, pages, self._publisher.open_page(lease, position), self._clock, tails)
-        made.uses = int(position == lease.junction)  # a second request has just come by
+        made.uses, made.owner = int(position == lease.junction), lease.owner  # a second request has just come by
         if pages:
             self._outbox.append((SaveSlot(lease.slot, pages, position), made))
         lease._pending.append(made)
@@ -393,9 +397,25 @@ class Ledger:
         self._clock += 1
         self.index.evict_all(self._clock, "drop_index")
 
+    def tick(self) -> int:
+        """The next moment of its clock, for what is done to the index from outside."""
+        self._clock += 1
+        return self._clock
+
+    def drop_pin(self, whom: str) -> None:
+        """The oldest pin of a user gives way to a request."""
+        self.pins.drop_oldest(whom)
+        self.recount()
+
+    def recount(self) -> None:
+        """Brings what is reserved up to date after pins have changed: a pinned window does not come back when it is left."""
+        for lease in self._leases if self.layout.tails else ():
+            self._account(lease)
+
     def check(self) -> None:
         """Asserts I1, I2, I3, I10 and the reservations of I12. O(pages + blocks), for tests and for an idle engine."""
         check_books(self.layout, self.arena, self.index, self.leases, self._movers.holds)
+        check_pins(self.arena, self.index, self.pins.all)
         assert self._lacking == sum(lease._lacks for lease in self._leases), "I12: reservations are miscounted"
         assert self._decoding == sum(lease._decodes for lease in self._leases), "I12: decodes are miscounted"
         assert self._movers.holds or self._lacking <= self.arena.free + self.arena.evictable, "I12: a prefill cannot be finished"
@@ -431,22 +451,22 @@ class Ledger:
     def _wait(self, target: int, path: list[int], source: Checkpoint | None, more: int = 0) -> Wait | None:
         """Why a request of `target` tokens (and `more` pages) that shares `path` cannot be admitted now; None if it can."""
         needed = self.layout.peak_pages(target) - len(path) + more
-        pinned = sum(1 for page in path if not self.arena.lease_refs(page))
+        pinned = sum(1 for page in path if self.arena.is_evictable(page))
         reserved = self._lacking + self._decoding * self._decode_pages
         if source is not None and self.layout.tails:
             # Shared pages that nobody else runs on are not needed again, but not to be had by evicting either. One that a
             # request runs on counts in full for both: it may let go of it and take another while this one keeps it.
             shared = {page for page in source.shared_pages if page != source.open_page}
-            idle = sum(1 for page in shared if not self.arena.lease_refs(page))
+            idle = sum(1 for page in shared if self.arena.is_evictable(page))
             needed = max(needed - idle + self._windows.open_pages(source), 0)
             pinned += idle
             reserved += self._windows.num_sole(shared)
         available = max(0, self.arena.free + self.arena.evictable - pinned - reserved)
         if needed <= available and not (self._movers.holds and self._is_stuck(path, source)):
             return None
-        if not self._leases and not self._movers.holds and needed <= available + pinned:
+        if not self._leases and not self._movers.holds and not self.pins and needed <= available + pinned:
             return None  # the hit's own pages are given up for it
-        assert self._leases or self._movers.holds, "I12: nothing runs, yet a request that fits alone would wait"
+        assert self._leases or self._movers.holds or self.pins, "I12: nothing runs, yet a request that fits alone would wait"
         could = f"{self.arena.free} free and {self.arena.evictable - pinned} evictable"
         return waiting(self.layout, target, needed, available, len(path), could, reserved)
 
@@ -454,7 +474,7 @@ class Ledger:
         """Whether a mover holds the checkpoint that would have to become the slot, as there is no room to copy it."""
         if source is None or not source.pins:
             return False
-        pinned = sum(1 for page in path if not self.arena.lease_refs(page))
+        pinned = sum(1 for page in path if self.arena.is_evictable(page))
         return self._copies(source, len(path)) > self.arena.free + self.arena.evictable - pinned
 
     def _copies(self, source: Checkpoint, num_blocks: int) -> int:
@@ -485,29 +505,9 @@ class Ledger:
                 self._outbox.append((CopyPage(old, own), None))
             self.index.unpin_checkpoint(source, self._clock)
             return
-        # Not enough room to copy: the checkpoint's own pages become the slot, and its open blocks the lease's.
         self.index.evict_all(self._clock, lease.name)
-        assert source.pins == 1, "a checkpoint is taken over that a mover reads"
-        self.index.take_over(source)
-        for frozen in (*source.pages, *source.shared_pages):
-            self.arena.unref_cache(frozen)  # the pin's references are now the lease's
-        for old, own in self._windows.share(lease, source, takes_over=True):
-            self._outbox.append((CopyPage(old, own), None))
-        for kept in (page for blocks in source.tails for pages in blocks.values() for page in pages):
-            self.arena.unref_lease(kept)
-        missing = self.layout.slot_pages - len(source.pages)
-        lease.slot = (*source.pages, *(self.arena.take_for_lease() for _ in range(missing)))
-        if lease.slot:
-            self._outbox.append((RestoreSlot(source.pages, lease.slot, source.position), None))
-        page = source.open_page
-        if page is not None and opened is None:
-            self.arena.unref_lease(page)
-        elif page is not None:
-            if self.arena.lease_refs(page) == 1 and not self.arena.cache_refs(page):
-                lease.blocks.append(page)
-            else:  # somebody runs on it
-                lease.blocks.append(self._copied(page))
-                self.arena.unref_lease(page)
+        give = lambda order: self._outbox.append((order, None))
+        take_over(lease, source, opened, self.index, self._windows, give, self._copied)
         self.stats.takeovers += 1
 
     def _copied(self, page: int) -> int:
@@ -546,7 +546,8 @@ class Ledger:
             return 0
         need, held = self._blocks(lease._target), len(lease.blocks)
         if self.layout.tails:
-            need, held = need + self.layout.most_tail_pages(lease._target), held + lease._own_window_pages
+            own = lease._own_window_pages - (self._windows.num_pinned(lease) if self.pins else 0)
+            need, held = need + self.layout.most_tail_pages(lease._target), held + own
         return max(0, need - held)
 
     def _account(self, lease: Lease) -> None:

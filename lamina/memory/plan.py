@@ -85,7 +85,7 @@ def predict(layout: Layout, requests: Sequence[Held]) -> Prediction:
         blocks += _block_pages(layout, request)
         for group, count in enumerate(_tail_blocks(layout, request)):
             tails[group] += count
-    return _table(layout, blocks, tails, slots, checkpoints)
+    return tabulate(layout, blocks, tails, slots, checkpoints)
 
 
 def measured(layout: Layout, ledger: Ledger) -> Prediction:
@@ -100,7 +100,7 @@ def measured(layout: Layout, ledger: Ledger) -> Prediction:
     used = {page for page in range(ledger.num_pages) if ledger.arena.lease_refs(page) or ledger.arena.cache_refs(page)}
     in_tails = {page for group in kept for pages in group for page in pages}
     tails = [len(group) for group in kept]
-    return _table(layout, len(used - slots - frozen - in_tails), tails, len(slots), len(frozen))
+    return tabulate(layout, len(used - slots - frozen - in_tails), tails, len(slots), len(frozen))
 
 
 def requests_that_fit(layout: Layout, pool_bytes: int, num_tokens: int) -> int:
@@ -129,7 +129,8 @@ def _tail_blocks(layout: Layout, request: Held) -> list[int]:
     return [len({block for first, stop in group for block in range(first, stop)}) for group in spans]
 
 
-def _table(layout: Layout, blocks: int, tails: Sequence[int], slots: int, checkpoints: int) -> Prediction:
+def tabulate(layout: Layout, blocks: int, tails: Sequence[int], slots: int, checkpoints: int) -> Prediction:
+    """The table of so many pages of blocks, blocks of each large window, and pages of slots and of checkpoints."""
     names = list(dict.fromkeys([*(memory.name for memory in layout.memories), *bytes_by_memory(layout.slot_spans)]))
     in_block, in_slot = bytes_by_memory(layout.block_spans), bytes_by_memory(layout.slot_spans)
     whole_slots = slots // layout.slot_pages if layout.slot_pages else 0

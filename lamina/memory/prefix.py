@@ -10,15 +10,19 @@ p // block_tokens and is found by its tail, the p mod block_tokens tokens after 
 """
 
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lamina.memory.arena import Arena
-from lamina.memory.edges import Edges, common_tokens, with_edge, without_edge
+from lamina.memory.edges import common_tokens, with_edge, without_edge
 from lamina.memory.eviction import EvictionQueue
 from lamina.memory.layout import Layout
+from lamina.memory.nodes import Checkpoint, Node, TailPages
 from lamina.memory.tokens import TOKEN_BYTES, Prompt, block_key, root_key
+
+__all__ = ["Checkpoint", "Hit", "Node", "PrefixIndex", "TailPages"]
 
 #: reasons a lookup can give
 FULL_HIT = "full hit"
@@ -35,111 +39,6 @@ REMEMBERED_PER_NODE = 8
 REPLAY_ALIGNMENT = 128
 #: a checkpoint that so many went on from stays useful beside a later one
 _JUNCTION_USES = 2
-_NO_CHECKPOINTS: dict[int, dict[bytes, "Checkpoint"]] = {}
-
-#: pages of the blocks of one large window, by block number
-TailPages = dict[int, tuple[int, ...]]
-
-
-class Node:
-    """One resident full block, or a root (depth 0). Only the index writes it.
-
-    tokens  the block, encoded.   page  its page; None for a root and in models without logs.
-    pins    leases whose published path ends here; everything above a pinned node is safe, as it has a child.
-    edges   sorted token bytes of all children and checkpoint tails.
-    stamp   when it was last used; of a node with something below it, when that was last known.   uses  hits that went through.
-    density tokens it saves a page.   queued  see EvictionQueue.
-    """
-
-    __slots__ = (
-        "checkpoints", "children", "density", "depth", "edges", "key", "page", "parent", "pins", "queued", "resident", "stamp",
-        "tokens", "uses",
-    )  # fmt: skip
-
-    def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None, density: float) -> None:
-        self.parent = parent
-        self.key = key
-        self.tokens = tokens
-        self.page = page
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children = 0
-        self.checkpoints = _NO_CHECKPOINTS  # by tail length in tokens, then by tail; a dict of its own once there is one
-        self.edges: Edges = ()
-        self.pins = 0
-        self.stamp = 0
-        self.uses = 0
-        self.density = density
-        self.queued = -1
-        self.resident = True
-
-    @property
-    def role(self) -> int:
-        """A block, to the eviction queue."""
-        return 0
-
-    @property
-    def evictable(self) -> bool:
-        """Whether nothing hangs on the node and nobody stands on it."""
-        return self.resident and self.parent is not None and not (self.pins or self.children or self.checkpoints)
-
-
-class Checkpoint:
-    """A frozen slot at `position`. Only the index and the ledger write it.
-
-    tail       tokens after the node, encoded; unknown (empty) while pending.
-    pages      pages of the frozen slot.   open_page  the page of the open block, None where position is a block border.
-    tails      the live blocks of each large window, shared by reference.
-    state      "pending" (ordered, its tokens not yet accepted), "resident" (can be hit), "gone".
-    pins       > 0 while a lookup's result is being used, or a mover reads it: not to be evicted.
-    was_read   an order that reads it has been given, so the order that writes it must stay.
-    saves      tokens that would be recomputed without it.   carries  pages of blocks that are of no use without it.
-    is_superseded  a later one on its path has taken its place.
-    """
-
-    __slots__ = (
-        "carries", "is_superseded", "node", "open_page", "pages", "pins", "position", "queued", "saves", "stamp", "state",
-        "tail", "tails", "uses", "was_read",
-    )  # fmt: skip
-
-    def __init__(
-        self, position: int, pages: tuple[int, ...], open_page: int | None, tails: tuple[TailPages, ...], stamp: int
-    ) -> None:
-        self.position = position
-        self.pages = pages
-        self.open_page = open_page
-        self.tails = tails
-        self.stamp = stamp
-        self.tail = b""
-        self.node: Node | None = None
-        self.state = "pending"
-        self.pins = 0
-        self.queued = -1
-        self.was_read = False
-        self.uses = 0
-        self.saves = position
-        self.carries = 0
-        self.is_superseded = False
-
-    @property
-    def role(self) -> int:
-        """A checkpoint, to the eviction queue, or one that has been replaced."""
-        return 2 if self.is_superseded else 1
-
-    @property
-    def evictable(self) -> bool:
-        """Whether nobody is using it right now."""
-        return self.state != "gone" and not self.pins
-
-    @property
-    def shared_pages(self) -> list[int]:
-        """Pages that it refers to and others may too: the open block's, and those of the large windows."""
-        found = [page for blocks in self.tails for pages in blocks.values() for page in pages]
-        return found if self.open_page is None else [self.open_page, *found]
-
-    @property
-    def density(self) -> float:
-        """Tokens that one of its pages saves."""
-        return self.saves / max(1, len(self.pages) + len(self.shared_pages) + self.carries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +82,9 @@ class Hit:
 class PrefixIndex:
     """The tree, its eviction order and the memory of what was evicted. It takes and drops references in the arena."""
 
-    def __init__(self, arena: Arena, layout: Layout, model_id: str = "") -> None:
+    def __init__(self, arena: Arena, layout: Layout, model_id: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.arena = arena
+        self.clock = clock
         self.layout = layout
         self.model_id = model_id
         self.num_checkpoint_pages = 0  # of pending and resident checkpoints, open blocks not counted
@@ -193,6 +93,9 @@ class PrefixIndex:
         self._block_bytes = layout.block_tokens * TOKEN_BYTES
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
+        #: nodes without children, and checkpoints with a tail: when each was last used, in seconds, the latest last
+        self.recent: OrderedDict[Node | Checkpoint, float] = OrderedDict()
+        self._tailed: dict[bytes, Checkpoint] = {}  # checkpoints with a tail, by key
         self._queue = EvictionQueue()
         self._dense_from = self._first_useful_depth()
         self._gone_blocks: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
@@ -210,6 +113,10 @@ class PrefixIndex:
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """All checkpoints that can be hit. O(nodes)."""
         return tuple(c for node in self.nodes for tails in node.checkpoints.values() for c in tails.values())
+
+    def by_key(self, key: bytes) -> Node | Checkpoint | None:
+        """The node, or the checkpoint with a tail, of this key."""
+        return self._nodes.get(key) or self._tailed.get(key)
 
     # -- lookup
 
@@ -354,7 +261,8 @@ class PrefixIndex:
         assert node.pins > 0, "a node is unpinned that nobody pinned"
         node.pins -= 1
         node.stamp = max(node.stamp, now)
-        self._offer(node)
+        self._touch(node)
+        self.offer(node)
 
     def use(self, node: Node, now: int) -> None:
         """A hit went through `node`: it and everything above were of use."""
@@ -364,6 +272,7 @@ class PrefixIndex:
             while step.parent is not None and step.uses == uses and step.stamp == stamp:
                 last, step, count = step, step.parent, count + 1
             learned.used(last, now, count)
+        self._touch(node)
         step = node
         while step.parent is not None:
             step.uses += 1
@@ -371,7 +280,7 @@ class PrefixIndex:
             step = step.parent
 
     def publish(
-        self, parent: Node, block: bytes, page: int | None, now: int, key: bytes | None = None
+        self, parent: Node, block: bytes, page: int | None, now: int, key: bytes | None = None, owner: str = ""
     ) -> tuple[Node | None, bool]:
         """The node of a block that has filled, and whether it is new (it then holds `page`). `key` saves computing it.
 
@@ -385,7 +294,11 @@ class PrefixIndex:
         node = Node(parent, key, block, page, density)
         node.stamp = now
         node.uses = self._queue.learned.back(key, now)
+        node.owner = owner
         self._nodes[key] = node
+        self.recent[node] = self.clock()
+        if not parent.children:
+            self.recent.pop(parent, None)
         parent.children += 1
         parent.edges = with_edge(parent.edges, block)
         if page is not None:
@@ -412,6 +325,9 @@ class PrefixIndex:
         """Exchanges the open block page for one with the same bytes, unless someone is reading it."""
         if checkpoint.open_page is not None and checkpoint.open_page != page and not checkpoint.pins:
             self.arena.ref_cache(page)
+            if checkpoint.kept:
+                self.arena.pin(page)
+                self.arena.unpin(checkpoint.open_page)
             self.arena.unref_cache(checkpoint.open_page)
             checkpoint.open_page = page
 
@@ -425,7 +341,7 @@ class PrefixIndex:
         for page in checkpoint.shared_pages:
             self.arena.ref_cache(page)
         self.num_checkpoint_pages += len(pages)
-        self._offer(checkpoint)
+        self.offer(checkpoint)
         return checkpoint
 
     def attach(self, checkpoint: Checkpoint, node: Node, tail: bytes) -> None:
@@ -433,6 +349,7 @@ class PrefixIndex:
         assert checkpoint.state == "pending" and self.find(node, tail) is None
         assert checkpoint.position == node.depth * self.layout.block_tokens + len(tail) // TOKEN_BYTES
         checkpoint.state, checkpoint.node, checkpoint.tail = "resident", node, tail
+        checkpoint.key = block_key(node.key, tail) if tail else node.key
         checkpoint.uses = max(checkpoint.uses, self._queue.learned.back((node.key, tail), checkpoint.stamp))
         self._supersede(checkpoint, node)
         if not node.checkpoints:
@@ -440,6 +357,8 @@ class PrefixIndex:
         node.checkpoints.setdefault(len(tail) // TOKEN_BYTES, {})[tail] = checkpoint
         if tail:
             node.edges = with_edge(node.edges, tail)
+            self.recent[checkpoint] = self.clock()
+            self._tailed[checkpoint.key] = checkpoint
         gone = self._gone_checkpoints.get(node.key)
         if gone is not None:
             gone[:] = [entry for entry in gone if entry[0] != tail]
@@ -494,8 +413,11 @@ class PrefixIndex:
                 del node.checkpoints[len(tail) // TOKEN_BYTES]
             if tail:
                 node.edges = without_edge(node.edges, tail)
+                del self.recent[checkpoint]
+                if self._tailed.get(checkpoint.key) is checkpoint:
+                    del self._tailed[checkpoint.key]
             node.stamp = max(node.stamp, checkpoint.stamp)
-            self._offer(node)
+            self.offer(node)
         checkpoint.state, checkpoint.node = "gone", None
         self.num_checkpoint_pages -= len(checkpoint.pages)
         if checkpoint.pins:
@@ -518,13 +440,48 @@ class PrefixIndex:
         checkpoint.stamp = max(checkpoint.stamp, now)
         for page in (*checkpoint.pages, *checkpoint.shared_pages):
             self.arena.unref_lease(page)
-        self._offer(checkpoint)
+        self.offer(checkpoint)
 
     def use_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
         """A request goes on from it."""
         self._queue.learned.used(checkpoint, now)
         checkpoint.uses += 1
         checkpoint.stamp = now
+        self._touch(checkpoint)
+
+    def _touch(self, item: Node | Checkpoint) -> None:
+        """An end of a path is used now."""
+        if item in self.recent:
+            self.recent[item] = self.clock()
+            self.recent.move_to_end(item)
+
+    # -- what users keep
+
+    def keep(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """A user's pin on a path and a checkpoint on it: they, and their pages, are not evicted."""
+        node.kept += 1
+        for page in self.path_pages(node):
+            self.arena.pin(page)
+        if checkpoint is not None:
+            checkpoint.kept += 1
+            if checkpoint.kept == 1:
+                for page in (*checkpoint.pages, *checkpoint.shared_pages):
+                    self.arena.pin(page)
+
+    def let_go(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """Takes such a pin back."""
+        assert node.kept > 0
+        node.kept -= 1
+        for page in self.path_pages(node):
+            self.arena.unpin(page)
+        if checkpoint is not None:
+            assert checkpoint.kept > 0
+            checkpoint.kept -= 1
+            if not checkpoint.kept:
+                for page in (*checkpoint.pages, *checkpoint.shared_pages):
+                    self.arena.unpin(page)
+                self.offer(checkpoint)
+        self.offer(node)
 
     # -- eviction
 
@@ -542,23 +499,33 @@ class PrefixIndex:
         item = self._queue.pop(now)
         if item is None:
             return False
+        assert isinstance(item, Node | Checkpoint)
+        self.evict(item, now, whom)
+        return True
+
+    def evict(self, item: Node | Checkpoint, now: int, whom: str) -> None:
+        """Gives up one that is evictable, and remembers that it was there."""
+        assert item.evictable
         if isinstance(item, Node):
             self._evict_node(item, now, whom)
-        elif isinstance(item, Checkpoint):
+        else:
             if item.node is not None:
                 self._remember_checkpoint(item.node.key, item.tail, now, whom)
                 self._queue.learned.gone((item.node.key, item.tail), item, now)
             self.discard(item)
         self.evictions += 1
-        return True
 
     def _evict_node(self, node: Node, now: int, whom: str) -> None:
         parent = node.parent
-        assert parent is not None
+        assert parent is not None and node in self.recent, "I3: a block is evicted that others go on from"
         del self._nodes[node.key]
         self._queue.learned.gone(node.key, node, now)
         node.resident = False
         parent.children -= 1
+        used_at = self.recent.pop(node)
+        if not parent.children and parent.parent is not None:
+            self.recent[parent] = used_at
+            self.recent.move_to_end(parent, last=False)
         parent.edges = without_edge(parent.edges, node.tokens)
         parent.stamp = max(parent.stamp, node.stamp)
         if node.page is not None:
@@ -566,7 +533,7 @@ class PrefixIndex:
         self._gone_blocks[node.key] = (now, whom)
         if len(self._gone_blocks) > REMEMBERED:
             self._gone_blocks.popitem(last=False)
-        self._offer(parent)
+        self.offer(parent)
 
     def _remember_checkpoint(self, key: bytes, tail: bytes, now: int, whom: str) -> None:
         gone = self._gone_checkpoints.setdefault(key, [])
@@ -576,10 +543,10 @@ class PrefixIndex:
         if len(self._gone_checkpoints) > REMEMBERED:
             self._gone_checkpoints.popitem(last=False)
 
-    def _offer(self, item: Node | Checkpoint) -> None:
+    def offer(self, item: Node | Checkpoint) -> None:
         """Queues what may now be evicted, once; a root that is empty is forgotten."""
         if isinstance(item, Node) and item.parent is None:
-            if not (item.pins or item.children or item.checkpoints):
+            if not (item.pins or item.kept or item.children or item.checkpoints):
                 self._roots.pop(item.key, None)
         elif item.queued < 0 and item.evictable:
             self._queue.offer(item)

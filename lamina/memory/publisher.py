@@ -79,7 +79,7 @@ class Publisher:
         assert parent is not None
         block = self._block(lease, parent.depth)
         own = lease.blocks[parent.depth] if self.layout.has_logs else None
-        node, is_new = self.index.publish(parent, block, own, now, self._key(lease, parent.depth + 1))
+        node, is_new = self.index.publish(parent, block, own, now, self._key(lease, parent.depth + 1), lease.owner)
         if node is None or (node.page != own and not self.adopt_twins):
             lease._detached = True
             return
@@ -139,6 +139,7 @@ class Publisher:
             self.arena.ref_cache(page)
         tails = self.windows.frozen(lease, position)
         made = self.index.add_pending(position, frozen, self.open_page(lease, position), now, tails)
+        made.owner = lease.owner
         self.index.attach(made, node, tail)
         self.stats.checkpoints += 1
         return SaveSlot(lease.slot, frozen, position), made

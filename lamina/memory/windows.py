@@ -33,6 +33,11 @@ class Windows:
         """How many of these pages exactly one running request holds."""
         return sum(1 for page in pages if len(self._holders.get(page, ())) == 1)
 
+    def num_pinned(self, lease: Lease) -> int:
+        """Pages that only this request holds and a user has pinned: they are not to be had when it leaves them."""
+        pages = (page for held in lease.tails for block in held.values() for page in block)
+        return sum(1 for page in pages if self.arena.pin_refs(page) and len(self._holders[page]) == 1)
+
     def lacking(self, lease: Lease, position: int) -> int:
         """Pages to be taken so that the lease can be planned up to `position`."""
         return sum(self.tails[group].pages for group, _ in self._missing(lease, position))

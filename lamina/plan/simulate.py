@@ -1,7 +1,7 @@
 """Runs a workload on paper: the real ledger accounts for every page, nothing is computed and time is a formula.
 
 Requests are admitted in the order in which they are ready, extended, checkpointed, preempted and finished call by call as
-`schedule/scheduler.py` drives the ledger. A step takes
+`schedule/scheduler.py` drives the ledger, but for this: nobody overtakes, and rows are given out in order. A step takes
 
     tokens prefilled / prefill rate  (+ 1 / decode rate if anything decodes)
 
@@ -60,7 +60,7 @@ class _Job:
 
     prompt  its tokens, encoded, while it is the next to be admitted.
     drawn  answer tokens drawn; the last one is known and not yet computed.   jump  decode tokens planned from `jump_from` on
-    (a count of steps).   order  of admission.   plan  number of the first plan that could admit it.
+    (a count of steps).   order  of the first admission.   plan  number of the first plan that could admit it.
     """
 
     request: TraceRequest
@@ -102,7 +102,7 @@ class _Simulation:
         self.start = self.now
         self.steps = self.plans = 0
         self.waiting: deque[_Job] = deque()
-        self.running: dict[_Job, None] = {}  # in order of admission
+        self.running: dict[_Job, None] = {}  # in their order
         self.prefilling: dict[_Job, None] = {}  # of these, with known tokens left to compute
         self.due: list[_Job] = []  # decodes whose next tokens are not planned
         self.jumps: list[tuple[int, int, _Job]] = []  # (step at whose end it is done, order, job); stale ones are skipped
@@ -189,8 +189,7 @@ class _Simulation:
             budget -= granted
             self._take(job, granted, slices, checkpoints)
         self.due = []
-        while not gave_up and budget > 0 and len(self.running) < options.max_requests and self._admit():
-            job = next(reversed(self.running))
+        while not gave_up and budget > 0 and len(self.running) < options.max_requests and (job := self._admit()):
             count = self._wanted(job, budget)
             granted = self._extend(job, count)
             if granted is None:
@@ -199,32 +198,35 @@ class _Simulation:
             self._take(job, granted, slices, checkpoints)
         return slices, checkpoints
 
-    def _admit(self) -> bool:
-        """Admits the head of the queue if it fits."""
+    def _admit(self) -> _Job | None:
+        """Admits the head of the queue if it fits; one that lost its memory takes its old place among those that run."""
         ledger, request = self.ledger, None
         while self.waiting:
             job = self.waiting[0]
             if job is self.blocked:
-                return False
+                return None
             request = job.request
             if job.prompt is None:
                 job.prompt = ledger.prompt(self.tokens.ids(request, 0, job.known), request.cache_salt)
             lease = ledger.admit(job.prompt, request.output_tokens - job.drawn, name=str(request.number))
             if isinstance(lease, Wait):
                 self.blocked = job
-                return False
+                return None
             self.waiting.popleft()
             job.prompt = None
             if isinstance(lease, Refused):
                 self.books.refused += 1
                 self._next_turn(request)
                 continue
-            job.lease, job.order = lease, next(self.orders)
+            job.lease, job.order = lease, job.order if job.preemptions else next(self.orders)
+            last = next(reversed(self.running), job)
             self.running[job] = None
+            if job.order < last.order:
+                self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
             self.prefilling[job] = None
             self.books.admitted(job, self.now, self.plans > job.plan)
-            return True
-        return False
+            return job
+        return None
 
     def _wanted(self, job: _Job, budget: int) -> int:
         """Tokens to the next cut, within the budget."""

@@ -6,6 +6,8 @@ from enum import Enum
 from lamina.memory.lease import Lease
 from lamina.memory.prefix import Hit
 from lamina.memory.tokens import Prompt
+from lamina.schedule.grammar import GrammarState, allows_any
+from lamina.schedule.policy import Turn
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import TokenLogprobs
 
@@ -18,7 +20,7 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """One output of one prompt; a prompt with n outputs is n of these.
 
@@ -26,6 +28,11 @@ class Request:
     max_new  most tokens it may draw, the model's length included.   stop_ids  ids that end it.
     encoded  its tokens as the ledger looks them up, while it waits.
     num_pending  tokens that launched steps are drawing for it; they come after `tokens`.
+    priority lower comes first.   owner  a short text shown with what it leaves in the cache.
+    turn     its place among all requests (see policy.py), given when it is queued.   num_overtaken  how many were admitted before
+             it as there was no memory for it.   refused_room, asked_at  pages there were, and the step, when it was last asked.
+    expected_hit  tokens that a lookup found while it waited; -1: none was made.
+    grammar  what its output must match; None: anything.
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -52,16 +59,31 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     peak_position: int = 0
+    priority: int = 0
+    owner: str = ""
+    turn: Turn = (0, 0)
+    num_overtaken: int = 0
+    refused_room: int = -1
+    asked_at: int = 0
+    expected_hit: int = -1
+    grammar: GrammarState | None = None
     looks_at_ids: bool = field(init=False)  # drawing needs to know what was drawn before
+    awaits_ids: bool = field(init=False)  # the next token cannot be planned before the last one is known here
 
     def __post_init__(self) -> None:
         self.tokens.extend(self.prompt)
         self.looks_at_ids = self.params.has_penalties
+        self.awaits_ids = self.looks_at_ids or self.grammar is not None
 
     @property
     def num_output(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def has_computed_prompt(self) -> bool:
+        """Whether siblings need not wait for its prompt any more."""
+        return self.is_prompt_done or self.state is RequestState.FINISHED
 
     @property
     def awaits_result(self) -> bool:
@@ -71,7 +93,21 @@ class Request:
     @property
     def may_run_ahead(self) -> bool:
         """Whether the next token can be drawn while the last one is not known here, and is wanted whatever that one is."""
-        return not self.looks_at_ids and len(self.tokens) + self.num_pending - len(self.prompt) < self.max_new
+        return not self.awaits_ids and len(self.tokens) + self.num_pending - len(self.prompt) < self.max_new
+
+    def banned(self, num_output: int) -> tuple[int, ...]:
+        """Ids that cannot be drawn after so many tokens, whatever a mask says."""
+        own = self.stop_ids if num_output < self.params.min_tokens else frozenset()
+        return tuple(sorted(own.union(self.grammar.banned) if self.grammar is not None else own))
+
+    def has_next(self) -> bool:
+        """Whether anything at all may be drawn next."""
+        mask = self.grammar.mask() if self.grammar is not None else None
+        return mask is None or allows_any(mask, self.banned(self.num_output))
+
+    def goes_on(self, token: int) -> bool:
+        """Tells the grammar of the last token. False if nothing may follow."""
+        return self.grammar is None or (self.grammar.accept(token) and self.has_next())
 
     @property
     def output(self) -> list[int]:
@@ -82,3 +118,8 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are to be computed by this one (the first of its siblings)."""
         return self.params.prompt_logprobs is not None and self.child == 0
+
+
+def by_turn(request: Request) -> Turn:
+    """What lists of requests are sorted by."""
+    return request.turn

@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which requests run in the next step. No tensors.
 
-`plan` and `apply` are the only mutators. First come, first served; running requests before waiting ones; the last to come is
-preempted first.
+`plan` and `apply` are the only mutators. Running requests come before waiting ones, decodes before prefills; otherwise the rules
+of `policy.py` say who is first: by priority, and of equals who came first. The last in that order is preempted first.
 
 plan(k + 1) may come before apply(k). Where the runtime overlaps, a request whose token is still being drawn then gets the slice
 that computes it, with the id left open: positions advance in `plan`, ids come in `apply`. If the token turns out to end the
@@ -13,7 +13,7 @@ instead of slices. A request that comes, ends or does anything else dissolves th
 """
 
 import logging
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,9 +23,20 @@ import numpy as np
 from lamina.base.log import event, get_logger
 from lamina.memory.lease import Lease, Refused, Wait
 from lamina.memory.ledger import Ledger
-from lamina.memory.orders import Order
-from lamina.schedule.request import Request, RequestState
-from lamina.schedule.step import UNKNOWN, Decodes, Listed, Member, Sample, Slice, Step, StepResult, TokenLogprobs
+from lamina.memory.tokens import Prompt
+from lamina.schedule.draft import Cohort, Draft, Flight
+from lamina.schedule.policy import (
+    ASK_AGAIN_STEPS,
+    MAX_ASKED,
+    MAX_LOOKED_AT,
+    Prefill,
+    Room,
+    may_overtake,
+    share,
+    turn_of,
+)  # fmt: skip
+from lamina.schedule.request import Request, RequestState, by_turn
+from lamina.schedule.step import UNKNOWN, Decodes, Member, Sample, Slice, Step, StepResult, TokenLogprobs
 
 _LOG = get_logger(__name__)
 _UNKNOWN = (UNKNOWN,)
@@ -40,60 +51,6 @@ class Drawn(NamedTuple):
 
 
 _make_drawn = partial(tuple.__new__, Drawn)  # what Drawn._make is, a third of its time
-
-
-class _Flight(NamedTuple):
-    """Who the slices and samples of a launched step are for, and the leases that they had then."""
-
-    slices: list[tuple[Request, Lease]]
-    samples: list[tuple[Request, Lease]]
-
-
-class _Cohort:
-    """All that runs, but for those whose last token is being drawn: each decodes, until the first draws its last token.
-
-    flight  their requests and leases, as a step keeps them.   to_plan, to_book  steps until then.
-    """
-
-    __slots__ = ("flight", "ids", "leases", "members", "requests", "to_book", "to_plan", "unknown")
-
-    def __init__(self, members: tuple[Member, ...], requests: list[Request], leases: list[Lease], num_steps: int) -> None:
-        self.members, self.requests, self.leases = members, requests, leases
-        pairs = list(zip(requests, leases, strict=True))
-        self.flight = _Flight(pairs, pairs)
-        self.ids = frozenset(one.request_id for one in members)
-        self.unknown = np.full(len(members), UNKNOWN, np.int32)
-        self.to_plan = self.to_book = num_steps
-
-
-class _Draft:
-    """A step that is being planned."""
-
-    __slots__ = ("budget", "checkpoints", "decodes", "flight", "planned", "samples", "slices")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.decodes: Decodes | None = None  # all there is, so far
-        self.slices: list[Slice] = []
-        self.samples: list[Sample] = []
-        self.flight = _Flight([], [])
-        self.checkpoints: list[Lease] = []
-        self.planned: set[int] = set()  # requests that have a part in it
-
-    def spread(self) -> None:
-        """Others join: decodes become slices and samples among others."""
-        if self.decodes is not None:
-            self.slices, self.samples = list(self.decodes.slices()), list(self.decodes.samples())
-            self.flight = _Flight(list(self.flight.slices), list(self.flight.samples))
-            self.decodes = None
-
-    def step(self, number: int, before: tuple[Order, ...], after: tuple[Order, ...]) -> Step:
-        """As it is now."""
-        decodes = self.decodes
-        if decodes is None:
-            return Step(number, before, tuple(self.slices), tuple(self.samples), after)
-        count = len(decodes.members)
-        return Step(number, before, Listed(count, decodes.slices), Listed(count, decodes.samples), after, decodes)
 
 
 class Scheduler:
@@ -114,15 +71,16 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.checkpoint_interval = checkpoint_interval
         self.overlaps = overlaps
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # in turn
+        self.running: list[Request] = []  # in turn
         self.num_steps = 0
-        self._flights: dict[int, _Flight] = {}  # by step number
+        self._num_added = 0
+        self._flights: dict[int, Flight] = {}  # by step number
         self._closing: list[tuple[Request, Lease]] = []  # ended or preempted with tokens in flight
         self._free_rows = list(range(max_requests))[::-1]
         self._rows: dict[int, int] = {}  # of running requests: their row in the runtime's tables
         self._members: dict[int, Member] = {}  # of running requests that have been in a cohort
-        self._cohort: _Cohort | None = None
+        self._cohort: Cohort | None = None
         self._gathers = checkpoint_interval is None and ledger.decodes.are_alike
         self.late_results = 0
 
@@ -133,13 +91,16 @@ class Scheduler:
 
     @property
     def holders(self) -> list[tuple[Request, Lease]]:
-        """Who holds memory: running requests, first come first, then those that have stopped with tokens in flight."""
+        """Who holds memory: running requests in turn, then those that have stopped with tokens in flight."""
         running = [(request, request.lease) for request in self.running if request.lease is not None]
         return [*running, *((request, lease) for request, lease in self._closing if not lease.ended)]
 
     def add(self, request: Request) -> None:
         """Queues a request. Whether it can ever fit is the caller's to check before."""
-        self.waiting.append(request)
+        self._num_added += 1
+        request.turn = turn_of(request.priority, self.num_steps, self._num_added)
+        request.num_overtaken, request.asked_at = 0, -ASK_AGAIN_STEPS
+        insort(self.waiting, request, key=by_turn)
 
     def cancel(self, request: Request, reason: str = "abort") -> None:
         """Ends a request in any state; pages that are not in the prefix index come back at once. Ended ones are left alone."""
@@ -159,7 +120,7 @@ class Scheduler:
         self._end(request, reason)
 
     def preempt(self, request: Request) -> None:
-        """Takes a running request's memory; it waits at the front and resumes from its own checkpoint.
+        """Takes a running request's memory; it waits in its old turn and resumes from its own checkpoint.
 
         With tokens in flight it takes effect when their step is booked; what that step draws is drawn again.
         """
@@ -171,13 +132,14 @@ class Scheduler:
         request.lease, request.num_pending = None, 0
         request.state = RequestState.WAITING
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        request.asked_at = -ASK_AGAIN_STEPS
+        insort(self.waiting, request, key=by_turn)
         event(_LOG, "preempted", logging.DEBUG, request=request.name, position_tokens=len(request.tokens))
 
     def plan(self) -> Step | None:
         """The next step, or None if nothing can run before a result comes."""
-        draft = _Draft(self.max_step_tokens)
-        admits = True
+        draft, admits = Draft(self.max_step_tokens), True
+        prefills: list[Request] = []
         for request in () if self._take_cohort(draft) else list(self.running):
             if draft.budget == 0:
                 break
@@ -185,19 +147,14 @@ class Scheduler:
                 continue
             if (request.num_pending and not (self.overlaps and request.may_run_ahead)) or self._take_decode(request, draft):
                 continue
-            count = self._extend(request, draft)
-            if count is None:
+            if self._left(request) > 1:
+                prefills.append(request)  # they get what is left
+            elif not self._advance(request, self._wanted(request, draft.budget), draft):
                 admits = False
                 if request.state is RequestState.RUNNING:
-                    break  # those that came later stop, until the last of them has nothing in flight and gives its memory up
-            elif count:
-                self._take(request, count, draft)
-        while admits and draft.budget > 0 and len(self.running) < self.max_requests:
-            admitted = self._admit_next()
-            count = self._extend(admitted, draft) if admitted is not None else None
-            if admitted is None or count is None:
-                break
-            self._take(admitted, count, draft)
+                    break  # those that come later stop, until the last of them has nothing in flight and gives its memory up
+        if prefills or (admits and self.waiting):
+            self._plan_prefills(prefills, admits, draft)
         before = self.ledger.take_orders()
         for lease in draft.checkpoints:
             self.ledger.checkpoint(lease)
@@ -237,9 +194,11 @@ class Scheduler:
                 self.finish(request, "stop")
             elif len(request.tokens) - len(request.prompt) >= request.max_new:
                 self.finish(request, "length")
+            elif request.grammar is not None and not request.goes_on(token):
+                self.finish(request, "stop")
         return drawn
 
-    def _apply_cohort(self, cohort: _Cohort, result: StepResult) -> list[Drawn]:
+    def _apply_cohort(self, cohort: Cohort, result: StepResult) -> list[Drawn]:
         """`apply` of a step of the cohort that still runs: nobody's result is late, nobody has ended before it."""
         self.ledger.decodes.commit(cohort.leases, [request.tokens[-1] for request in cohort.requests])
         drawn = list(map(_make_drawn, zip(cohort.requests, result.tokens, result.logprobs, strict=True)))
@@ -256,7 +215,7 @@ class Scheduler:
                 self.finish(request, "length")
         return drawn
 
-    def _commit_slices(self, slices: Sequence[Slice], flight: _Flight, result: StepResult) -> None:
+    def _commit_slices(self, slices: Sequence[Slice], flight: Flight, result: StepResult) -> None:
         """Books what has been computed."""
         commit = self.ledger.commit
         for part, (request, lease), logprobs in zip(slices, flight.slices, result.prompt_logprobs, strict=True):
@@ -275,7 +234,7 @@ class Scheduler:
             if not request.is_prompt_done:
                 request.is_prompt_done = part.stop >= len(request.prompt)
 
-    def _commit_decodes(self, decodes: Decodes, flight: _Flight) -> None:
+    def _commit_decodes(self, decodes: Decodes, flight: Flight) -> None:
         """The same for decodes; their prompts were done before."""
         ids = []
         for (request, lease), start in zip(flight.slices, decodes.positions.tolist(), strict=True):
@@ -311,25 +270,95 @@ class Scheduler:
         if self._cohort is not None and request.id in self._cohort.ids:
             self._cohort = None
 
-    def _admit_next(self) -> Request | None:
-        """Admits the first waiting request that does not wait for a sibling's prompt; None if there is none or it must wait."""
-        for request in self.waiting:
-            parent = request.parent
-            if parent is None or parent.is_prompt_done or parent.state is RequestState.FINISHED:
+    def _plan_prefills(self, running: list[Request], admits: bool, draft: Draft) -> None:
+        """Shares the rows that decodes leave among the prefills that run and those that can be admitted, as policy.py says."""
+        room = Room(draft.budget)
+        shared: list[Request] = []  # who does not simply get all
+        parts = [(request, self._prefill(request)) for request in running if request.lease is not None]
+        fit = sum(part.wanted for _, part in parts) <= draft.budget
+        for request, part in parts:
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted for an earlier one
+            if not fit:
+                shared.append(request)
+                room.add(part)
+            elif not self._advance(request, part.wanted, draft):
+                admits = False
                 break
-        else:
-            return None
-        remaining = request.max_new - request.num_output
+        room.rows = draft.budget
+        if admits and self.waiting:
+            self._admit(room, shared, draft)
+        shared.sort(key=by_turn)
+        for request, count in zip(shared, share([self._prefill(one) for one in shared], draft.budget), strict=True):
+            if count and not self._advance(request, count, draft):
+                break
+
+    def _admit(self, room: Room, shared: list[Request], draft: Draft) -> None:
+        """Admits who waits, in turn, while there are places, rows and memory; adds who must share the rows to `shared`."""
+        blocked: Request | None = None  # the first for whom there is no memory
+        at = num_asked = num_seen = 0
+        while draft.budget > 0 and len(self.running) < self.max_requests and at < len(self.waiting) and num_seen < MAX_LOOKED_AT:
+            request = self.waiting[at]
+            at += 1
+            if request.parent is not None and not request.parent.has_computed_prompt:
+                continue
+            num_seen += 1
+            if (blocked is not None and not self._may_fit(request)) or not self._gets_rows(request, room):
+                continue
+            if not self._admit_one(request):
+                num_asked += 1
+                blocked = blocked or request
+                if num_asked > MAX_ASKED or not may_overtake(blocked.num_overtaken, blocked.num_preemptions):
+                    return
+                continue
+            at -= 1
+            part = self._prefill(request)
+            if part.wanted and (shared or part.wanted > room.rows):  # a full hit needs no rows, and is served at once
+                shared.append(request)
+                room.add(part)
+            elif not self._advance(request, part.wanted, draft, is_new=True):
+                return
+            else:
+                room.rows = draft.budget
+            if blocked is not None:
+                blocked.num_overtaken += 1
+                if not may_overtake(blocked.num_overtaken, blocked.num_preemptions):
+                    return
+
+    def _may_fit(self, request: Request) -> bool:
+        """Whether it makes sense to ask again for the memory of a request that others wait before."""
+        return self.ledger.room_to_admit > request.refused_room or self.num_steps >= request.asked_at + ASK_AGAIN_STEPS
+
+    def _gets_rows(self, request: Request, room: Room) -> bool:
+        """Whether it would get rows if it were admitted, with what can be reused of its prompt."""
+        left = len(request.tokens)
+        if room.has(Prefill(request.turn, 0, left, left)):
+            return True
+        if request.wants_prompt_logprobs or room.rows <= 0:
+            return False
+        if request.expected_hit < 0:
+            request.expected_hit = self.ledger.longest(self._encoded(request)).position
+        left = max(1, left - request.expected_hit)
+        return room.has(Prefill(request.turn, request.expected_hit, left, left))
+
+    def _encoded(self, request: Request) -> Prompt:
         if request.encoded is None or len(request.encoded) != len(request.tokens):
             request.encoded = self.ledger.prompt(request.tokens, request.salt)
+        return request.encoded
+
+    def _admit_one(self, request: Request) -> bool:
+        """Admits a waiting request; False if there is no memory for it now."""
+        remaining = request.max_new - request.num_output
         lease = self.ledger.admit(
-            request.encoded, remaining, name=request.name, use_cache=not request.wants_prompt_logprobs
+            self._encoded(request), remaining, name=request.name, use_cache=not request.wants_prompt_logprobs,
+            owner=request.owner,
         )  # fmt: skip
         if isinstance(lease, Wait):
-            return None
+            request.refused_room, request.asked_at = self.ledger.room_to_admit, self.num_steps
+            return False
         assert not isinstance(lease, Refused), lease  # checked before it was queued
         self.waiting.remove(request)
-        self.running.append(request)
+        insort(self.running, request, key=by_turn)
         self._cohort = None
         self._rows[request.id] = self._free_rows.pop()
         request.state = RequestState.RUNNING
@@ -339,7 +368,28 @@ class Scheduler:
         if request.first_hit is None:
             request.first_hit = lease.hit
             request.cached_tokens = min(lease.position, len(request.prompt))
-        return request
+            self.ledger.lookups.note(lease.hit, len(request.prompt))
+        return True
+
+    def _left(self, request: Request) -> int:
+        """Tokens known, or being drawn, that no step has computed."""
+        assert request.lease is not None
+        return len(request.tokens) + request.num_pending - request.lease.position
+
+    def _prefill(self, request: Request) -> Prefill:
+        assert request.lease is not None
+        left = self._left(request)
+        return Prefill(request.turn, request.lease.position, self._wanted(request, left), left)
+
+    def _advance(self, request: Request, wanted: int, draft: Draft, is_new: bool = False) -> bool:
+        """Puts the request's next tokens into the step; False if memory is short and it did not get its blocks.
+
+        is_new  it has just been admitted: it draws from a hidden vector where there is nothing to compute.
+        """
+        count = self._extend(request, wanted, draft)
+        if count or (is_new and count is not None):
+            self._take(request, count, draft)
+        return count is not None
 
     def _wanted(self, request: Request, budget: int) -> int:
         """Tokens that the request can run now: to its next cut, within the budget."""
@@ -356,13 +406,12 @@ class Scheduler:
             stop = min([stop, *(cut for cut in cuts if position < cut)])
         return stop - position
 
-    def _extend(self, request: Request, draft: _Draft) -> int | None:
-        """Takes the blocks for the request's next slice, preempting the last to come if need be.
+    def _extend(self, request: Request, wanted: int, draft: Draft) -> int | None:
+        """Takes the blocks for the request's next slice, preempting the last in turn if need be.
 
         Returns the tokens granted (0 where only the hidden vector is sampled, or where a result must come first), or None if
         memory is short and this request did not get its blocks: it has been preempted, or runs on and waits for others.
         """
-        wanted = self._wanted(request, draft.budget)
         lease = request.lease
         assert lease is not None
         while not self.ledger.extend(lease, wanted):
@@ -372,8 +421,8 @@ class Scheduler:
                 assert granted
                 return count
             victim = next((other for other in reversed(self.running) if other.id not in draft.planned), request)
-            if not self._is_idle(victim):
-                return None
+            if not self._is_idle(victim) or (victim is request and self.running[-1] is not request):
+                return None  # what is in flight ends first, and so do those later in turn that are in this step already
             self.preempt(victim)
             if victim is request:
                 return None
@@ -384,7 +433,7 @@ class Scheduler:
         lease = request.lease
         return not request.num_pending and lease is not None and lease.in_flight == 0
 
-    def _take_cohort(self, draft: _Draft) -> bool:
+    def _take_cohort(self, draft: Draft) -> bool:
         """All that runs at once, where each is a decode. False, and nothing has changed, where not, or where memory is short."""
         if not self._gathers or (self._flights and not self.overlaps):
             self._cohort = None
@@ -411,7 +460,7 @@ class Scheduler:
         draft.budget -= len(stops)
         return True
 
-    def _gather(self) -> _Cohort | None:
+    def _gather(self) -> Cohort | None:
         """The cohort there is now; None where anybody has more to do, or nobody anything."""
         found: list[tuple[Request, Lease, Member]] = []
         num_steps = 1 << 62
@@ -436,7 +485,7 @@ class Scheduler:
             return None
         found.reverse()
         requests, leases, members = zip(*found, strict=True)
-        return _Cohort(members, list(requests), list(leases), num_steps)
+        return Cohort(members, list(requests), list(leases), num_steps)
 
     def _is_decode(self, request: Request) -> bool:
         """Whether the token drawn last is all that the request has to compute, and nothing is special about drawing the next."""
@@ -445,9 +494,9 @@ class Scheduler:
         start = lease.position
         if start < num_prompt or start != len(request.tokens) + request.num_pending - 1 or start < lease.write_from:
             return False
-        return start + 1 != lease.junction and not request.looks_at_ids and start + 1 - num_prompt >= request.params.min_tokens
+        return start + 1 != lease.junction and not request.awaits_ids and start + 1 - num_prompt >= request.params.min_tokens
 
-    def _take_decode(self, request: Request, draft: _Draft) -> bool:
+    def _take_decode(self, request: Request, draft: Draft) -> bool:
         """The short way of `_extend` and `_take`: the token drawn last of a request that has nothing else to compute.
 
         False, and nothing has changed, where that is not so, where its block must be had first, or where there is more to it.
@@ -479,7 +528,7 @@ class Scheduler:
             request.peak_position = start + 1
         return True
 
-    def _take(self, request: Request, count: int, draft: _Draft) -> None:
+    def _take(self, request: Request, count: int, draft: Draft) -> None:
         """Adds the request's slice and sample to the step; a slice that ends where a checkpoint is wanted asks for one."""
         draft.spread()
         lease = request.lease
@@ -526,8 +575,8 @@ class Scheduler:
         if request.looks_at_ids:
             prompt, output = request.prompt, tuple(request.output)
         num_output = len(request.tokens) + request.num_pending - len(request.prompt)
-        banned = tuple(sorted(request.stop_ids)) if num_output < params.min_tokens else ()
+        mask = request.grammar.mask() if request.grammar is not None else None
         return Sample(
-            request.id, index, slot, params, request.seed, request.child, prompt, output, num_output, banned,
-            self._rows[request.id],
+            request.id, index, slot, params, request.seed, request.child, prompt, output, num_output, request.banned(num_output),
+            self._rows[request.id], mask,
         )  # fmt: skip

@@ -57,6 +57,7 @@ class Sample(NamedTuple):
 
     num_output  tokens drawn before it, those that are still being drawn included.   row  as in Slice.
     banned   ids that cannot be drawn (end tokens before min_tokens).   output  ids drawn so far, for penalties and counting.
+    mask     tokens that a grammar allows, a bit per id in little-endian int32 words, lowest bit first; None: all.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Sample(NamedTuple):
     num_output: int
     banned: tuple[int, ...]
     row: int = 0
+    mask: bytes | None = None
 
 
 class Member(NamedTuple):

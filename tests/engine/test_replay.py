@@ -493,7 +493,7 @@ def test_a_prompt_that_ends_where_its_log_ends(own_models: MakeModel, driving: M
 
 @pytest.mark.parametrize(
     ("seed", "size"),
-    [(2, "256KiB"), *(pytest.param(*more, marks=pytest.mark.long) for more in [(0, "4MiB"), (1, "4MiB"), (3, "256KiB")])],
+    [(2, "160KiB"), *(pytest.param(*more, marks=pytest.mark.long) for more in [(0, "4MiB"), (1, "4MiB"), (3, "160KiB")])],
 )
 def test_whatever_is_lost_the_answers_stay(
     seed: int, size: str, model_of: Callable[[str], Path], driving: ModuleType, random_models: ModuleType
@@ -531,6 +531,6 @@ def test_whatever_is_lost_the_answers_stay(
                 (alone,) = driving.serve(witness, [prompt], ASKED)
                 known[tuple(prompt)] = alone.output.outputs[0].logprobs
             assert group.output.outputs[0].logprobs == known[tuple(prompt)]
-    assert engine.ledger.stats.replays >= 4 and engine.ledger.stats.preempted >= 2
-    assert (engine.ledger.evictions > 0) == (size == "256KiB")
+    assert engine.ledger.stats.replays >= 3 and engine.ledger.stats.preempted >= 2
+    assert (engine.ledger.evictions > 0) == size.endswith("KiB")
     driving.wipe(engine)

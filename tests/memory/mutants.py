@@ -1,15 +1,18 @@
 """Seeded faults. Each is a small change to the code under test that the random traces must notice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 import lamina.memory.prefix as prefix
 import lamina.memory.tokens as tokens
+from lamina.memory import kept
+from lamina.memory.arena import Arena
 from lamina.memory.decodes import Decodes
 from lamina.memory.layout import Layout
 from lamina.memory.lease import Lease, Wait
 from lamina.memory.ledger import Ledger
+from lamina.memory.pins import Pins
 from lamina.memory.prefix import Checkpoint, Node, PrefixIndex, TailPages
 from lamina.memory.publisher import Publisher
 from lamina.memory.tails import Tail
@@ -421,3 +424,79 @@ def lets_a_mover_read_what_is_not_held(mp: pytest.MonkeyPatch) -> None:
         return held
 
     mp.setattr(Ledger, "hold", hold)
+
+
+# -- what users keep
+
+
+@mutant
+def evicts_a_pinned_block(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(
+        Node, "evictable", property(lambda n: n.resident and n.parent is not None and not (n.pins or n.children or n.checkpoints))
+    )
+
+
+@mutant
+def evicts_a_pinned_checkpoint(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(Checkpoint, "evictable", property(lambda made: made.state != "gone" and not made.pins))
+
+
+@mutant
+def forgets_that_pages_are_pinned_while_somebody_runs_on_them(mp: pytest.MonkeyPatch) -> None:
+    def unref_many(self: Arena, pages: Sequence[int]) -> None:
+        for page in reversed(pages):
+            self._lease_refs[page] -= 1
+            if not self._lease_refs[page]:
+                self._held -= 1
+                self._evictable += self._cache_refs[page] > 0
+                if not self._cache_refs[page]:
+                    self._free.append(page)
+
+    mp.setattr(Arena, "unref_many_for_lease", unref_many)
+
+
+@mutant
+def pins_what_running_requests_may_need(mp: pytest.MonkeyPatch) -> None:
+    original = Pins.add
+    mp.setattr(Pins, "add", lambda self, pin, spare: original(self, pin, 1 << 30))
+    mp.setattr(Pins, "limit", property(lambda self: self.arena.num_pages))
+
+
+@mutant
+def pins_without_a_limit(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(Pins, "limit", property(lambda self: self.arena.num_pages))
+
+
+@mutant
+def pins_never_give_way(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(Pins, "__len__", lambda self: 0)
+
+
+@mutant
+def a_pin_stays_on_the_page_of_a_twin(mp: pytest.MonkeyPatch) -> None:
+    def move(self: PrefixIndex, checkpoint: Checkpoint, page: int) -> None:
+        if checkpoint.open_page is not None and checkpoint.open_page != page and not checkpoint.pins:
+            if checkpoint.kept:
+                self.arena.unpin(checkpoint.open_page)
+            self.arena.ref_cache(page)
+            self.arena.unref_cache(checkpoint.open_page)
+            checkpoint.open_page = page
+
+    mp.setattr(PrefixIndex, "move_open_page", move)
+
+
+@mutant
+def drops_what_others_go_on_from(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(kept, "edges_below", lambda edges, edge: iter(()))
+
+
+@mutant
+def forgets_the_end_of_a_path(mp: pytest.MonkeyPatch) -> None:
+    original = PrefixIndex._evict_node
+
+    def evict(self: PrefixIndex, node: Node, now: int, whom: str) -> None:
+        original(self, node, now, whom)
+        assert node.parent is not None
+        self.recent.pop(node.parent, None)
+
+    mp.setattr(PrefixIndex, "_evict_node", evict)

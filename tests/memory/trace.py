@@ -5,7 +5,8 @@ from dataclasses import astuple, dataclass, field
 
 import pytest
 
-from lamina.base.errors import ConfigError
+from lamina.base.errors import CapacityError, ConfigError
+from lamina.memory import kept
 from lamina.memory.layout import Layout
 from lamina.memory.lease import Hold, Lease, Refused, Wait
 from lamina.memory.ledger import Ledger
@@ -13,7 +14,7 @@ from lamina.memory.prefix import Checkpoint, Hit, Node
 from tests.memory.device import FREE, Device, prefix_digest
 
 OPS = (*["admit"] * 4, *["extend"] * 7, *["commit"] * 5, *["checkpoint"] * 2, *["preempt"] * 2, "finish", "cancel",
-       "rollback", "fork", "lookup", "hold", "release", "forget")  # fmt: skip
+       "rollback", "fork", "lookup", "hold", "release", "forget", "keep")  # fmt: skip
 SALTS = ("", "other")
 #: prompts begin with one of these, so that paths are shared, left and met again
 STEMS = ((0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 1), (0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0), (1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0))
@@ -45,6 +46,7 @@ class Trace:
         self.ledger = Ledger(layout, num_pages, adopt_twins=adopt_twins, min_checkpoint_gain=gain)
         self.device = Device(layout, num_pages)
         self.gain = gain
+        self.keeps = True  # users pin and drop
         self.adopt_twins = adopt_twins
         self.deep = deep  # all bytes are compared every so many steps
         self.runs: list[Run] = []
@@ -56,6 +58,7 @@ class Trace:
         self.count = 0
         self.late = 0
         self.seen = {"hit": 0, "wait": 0, "refused": 0, "full": 0, "twins": 0, "replayed": 0, "held": 0}
+        self.seen |= {"pinned": 0, "dropped": 0}
 
     # -- one call
 
@@ -79,6 +82,9 @@ class Trace:
                 self.admit([*tokens, *[z & 1] * (x % 3)] or [1], z % 6, salt)
         elif name == "hold":
             self.hold(*self.prompt(x, y | 1, z))
+        elif name == "keep":
+            if self.keeps:
+                self.keep(x, y)
         elif name == "release":
             if self.holds:
                 self.ledger.release(self.holds.pop(x % len(self.holds))[0])
@@ -276,6 +282,31 @@ class Trace:
         self.late += 1
         assert self.ledger.stale_commits == self.late and self.state() == before, "a late commit changed something"
 
+    # -- what users keep
+
+    def keep(self, x: int, y: int) -> None:
+        """Pins, unpins or drops a prefix; what cannot be done changes nothing."""
+        pins = [pin.key.hex() for pin in self.ledger.pins.all]
+        if x % 4 == 3 and pins:
+            kept.unpin(self.ledger, pins[y % len(pins)])
+            return
+        listed = kept.prefixes(self.ledger, 1 << 30)
+        if not listed:
+            return
+        row, before, free = listed[y % len(listed)], self.state(), self.ledger.free_pages
+        assert row.is_pinned == (row.key in pins)
+        if x % 4 < 2:
+            try:
+                kept.pin(self.ledger, row.key)
+                self.seen["pinned"] += 1
+            except CapacityError:
+                assert self.state() == before, "a failing pin changed something"
+        elif not row.is_pinned:
+            freed = kept.drop(self.ledger, row.key)
+            assert freed == self.ledger.free_pages - free
+            assert freed == row.pages or self.runs or self.holds or self.ledger.pins, "I6: dropped pages are not free"
+            self.seen["dropped"] += freed > 0
+
     # -- movers
 
     def hold(self, salt: str, tokens: list[int]) -> None:
@@ -326,7 +357,9 @@ class Trace:
             (run.lease.position, run.lease.committed, tuple(run.lease.blocks), run.lease.slot, run.lease.state)
             for run in self.runs
         )
-        return self.ledger.pages(), leases, self.ledger.evictions, len(self.ledger.index), len(self.ledger.all_checkpoints())
+        pins = tuple(pin.key for pin in self.ledger.pins.all), self.ledger.arena.pinned
+        known = len(self.ledger.index), len(self.ledger.all_checkpoints())
+        return self.ledger.pages(), leases, self.ledger.evictions, known, pins
 
     def room(self, tokens: Sequence[int], max_new: int, hit: Hit | None) -> tuple[int, int, int]:
         """Pages that an admission needs, could have, and that the whole request needs alone: by counting."""
@@ -342,7 +375,9 @@ class Trace:
             if run.lease.state == "running" and logs:
                 lack = -(-(run.prompt + (run.max_new > 1)) // size) - len(run.lease.blocks)
                 reserved += lack if lack > 0 else int(run.position >= run.prompt)
-        available = arena.free + arena.evictable - sum(not arena.lease_refs(page) for page in path) - reserved
+        gives_way = 0 if self.runs or self.holds else arena.pinned  # to a request that could not run otherwise
+        own = sum(not arena.lease_refs(page) and (bool(gives_way) or not arena.pin_refs(page)) for page in path)
+        available = arena.free + arena.evictable + gives_way - own - reserved
         return self.layout.slot_pages + target - len(path), max(0, available), total
 
     def window_pages(self, position: int) -> int:
@@ -413,7 +448,11 @@ class Trace:
         assert pages.slots == len(self.runs) * self.layout.slot_pages
         if not self.holds:
             assert pages.blocks == len({page for run in self.runs for page in run.lease.blocks})
-            assert pages.cached + pages.checkpoints == self.ledger.evictable_pages
+            assert pages.cached + pages.checkpoints == self.ledger.evictable_pages + self.ledger.arena.pinned
+            rows = kept.memory_states(self.ledger)
+            page_bytes, arena = self.layout.page_bytes, self.ledger.arena
+            assert sum(row.held_bytes for row in rows) == arena.held * page_bytes
+            assert sum(row.cached_bytes for row in rows) == (arena.evictable + arena.pinned) * page_bytes
         for run in self.runs:
             lease = run.lease
             assert (lease.position, lease.committed) == (run.position, run.committed), "a position is wrong"
@@ -459,6 +498,8 @@ class Trace:
         while self.holds:
             self.ledger.release(self.holds.pop()[0])
         self.check()
+        for pin in self.ledger.pins.all:
+            kept.unpin(self.ledger, pin.key.hex())
         self.ledger.drop_index()
         self.ledger.check()
         assert self.ledger.pages().free == self.ledger.num_pages, "I6: pages are lost"
