@@ -25,7 +25,7 @@ def locate(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "*.txt"]))
+        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"]))
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError("model", str(model), f"an existing directory, or a hub id that can be fetched ({first})") from None
