@@ -140,7 +140,7 @@ class DeviceSampler:
                 if own.num_seen != item.num_output:
                     self._restore(own, item)
                 own.num_seen = item.num_output + 1
-        batch = self._lay_out(rows, owners, [item.banned for item in samples])
+        batch = self._lay_out(rows, owners, [item.banned for item in samples], [item.mask for item in samples])
         batch.put_num_outputs([item.num_output for item in samples])
         return self._launch(batch, logits)
 
@@ -149,7 +149,7 @@ class DeviceSampler:
         members = decodes.members
         if self._decodes is None or self._decodes[0] is not members:
             owners = [self._owner(one.row, one) for one in members]
-            batch = self._lay_out(tuple([one.row for one in members]), owners, ((),) * len(members))
+            batch = self._lay_out(tuple([one.row for one in members]), owners, ((),) * len(members), (None,) * len(members))
             self._decodes = members, batch, np.array([one.num_prompt for one in members], np.int64)
         _, batch, num_prompts = self._decodes
         batch.put_num_outputs(decodes.positions + 1 - num_prompts)
@@ -242,30 +242,39 @@ class DeviceSampler:
             self._greedy_rows = rows, self._to_device(np.array(rows, np.int64))
         return self._greedy_rows[1]
 
-    def _lay_out(self, rows: tuple[int, ...], owners: Sequence[_Row], banned: Sequence[tuple[int, ...]]) -> _Batch:
-        """What a step asks for: by row, who is in it and what must not be drawn. How many each has drawn is left open."""
+    def _lay_out(
+        self, rows: tuple[int, ...], owners: Sequence[_Row], banned: Sequence[tuple[int, ...]], masks: Sequence[bytes | None],
+    ) -> _Batch:  # fmt: skip
+        """What a step asks for: by row, who is in it and what may be drawn. How many each has drawn is left open."""
         places = [place for place, own in enumerate(owners) if own.num_logprobs is not None]
         counts = tuple(owners[place].num_logprobs or 0 for place in places)
         batch = _Batch(rows, tuple(places), counts, picked_logprobs(max(counts, default=0), self.vocab_size))
-        if places or any(banned) or not all(own.is_plain for own in owners):
-            self._lay_out_words(batch, owners, banned)
+        if places or any(banned) or any(masks) or not all(own.is_plain for own in owners):
+            self._lay_out_words(batch, owners, banned, masks)
         return batch
 
-    def _lay_out_words(self, batch: _Batch, owners: Sequence[_Row], banned: Sequence[tuple[int, ...]]) -> None:
-        """Records, edits, table rows and places in one array."""
+    def _lay_out_words(
+        self, batch: _Batch, owners: Sequence[_Row], banned: Sequence[tuple[int, ...]], masks: Sequence[bytes | None],
+    ) -> None:  # fmt: skip
+        """Records, edits, masks, table rows and places in one array."""
         num = len(owners)
         table = self._words[list(batch.rows)]  # a copy                                    # [S, WORDS]
         flags = table[:, words_of.FLAGS]
         edits: list[Words] = []
         at = num * WORDS
-        for place, (own, bans) in enumerate(zip(owners, banned, strict=True)):
-            if own.is_edited or bans:
+        for place, (own, bans, mask) in enumerate(zip(owners, banned, masks, strict=True)):
+            if own.is_edited or bans or mask is not None:
                 flags[place] |= words_of.IS_EDITED
                 batch.has_state = batch.has_state or own.has_penalties
                 words = own.bias if not bans else _merged(own.bias, bans)
                 if words.size:
                     edits.append(words)
                     table[place, [words_of.EDIT_START, words_of.EDIT_STOP]] = at, at + words.size
+                    at += words.size
+                if mask is not None:
+                    words = _mask_words(mask)
+                    edits.append(words)
+                    table[place, words_of.MASK] = at
                     at += words.size
         batch.stop, batch.first_row = at, _aligned(at, _ALIGNED_WORDS)
         batch.first_place = _aligned(batch.first_row + num, _ALIGNED_WORDS)
@@ -299,6 +308,11 @@ def _edit_words(ids: Sequence[int], values: Sequence[float]) -> Words:
     """Edits of logits as words; ids ascending."""
     bits = np.array(values, np.float32).view(np.uint32).astype(np.int64)
     return (np.array(ids, np.int64) << 32) | bits
+
+
+def _mask_words(mask: bytes) -> Words:
+    """A mask as words."""
+    return np.frombuffer(mask + bytes(-len(mask) % 8), "<i8")
 
 
 def _merged(bias: Words, banned: tuple[int, ...]) -> Words:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.gemm import padded_rows
-from lamina.ops.sample import SampleBatch, sample, token_logprobs
+from lamina.ops.sample import SampleBatch, allowed_tokens, sample, token_logprobs
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
@@ -127,9 +127,13 @@ class Runner:
                 rows.append(store.read_first(page)[0])
         num = len(rows)
         logits = self._padded_logits(torch.stack(rows))[:num]
+        batch = sample_batch(step.samples, logits.shape[1], self.device)
         is_bad = ~logits.amax(dim=-1).isfinite()  # NaN if any is
+        if batch.mask_rows is not None and batch.mask_words is not None:
+            allowed = allowed_tokens(batch.mask_words, logits.shape[1])
+            is_bad[batch.mask_rows] |= ~logits[batch.mask_rows].masked_fill(~allowed, -torch.inf).amax(dim=-1).isfinite()
         logits[is_bad] = 0  # such a row fails alone
-        tokens = sample(logits, sample_batch(step.samples, logits.shape[1], self.device)).tolist()
+        tokens = sample(logits, batch).tolist()
         logprobs = self._logprobs(step.samples, logits, tokens)
         return tuple(None if bad else token for bad, token in zip(is_bad.tolist(), tokens, strict=True)), logprobs
 
@@ -154,7 +158,8 @@ def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
 def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> SampleBatch:
     """The samples' settings as arrays; [S, V] tables only where a penalty asks for them."""
     params = [item.params for item in samples]
-    if all(p.is_greedy and not p.has_penalties and not p.logit_bias for p in params) and not any(item.banned for item in samples):
+    is_edited = any(item.banned or item.mask is not None for item in samples)
+    if all(p.is_greedy and not p.has_penalties and not p.logit_bias for p in params) and not is_edited:
         return SampleBatch.greedy(len(samples), device)
 
     def reals(values: list[float]) -> Tensor:
@@ -174,6 +179,7 @@ def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.devic
     banned = [(row, token) for row, item in enumerate(samples) for token in item.banned]
     bias_index = torch.tensor([(row, token) for row, token, _ in bias], dtype=torch.int64, device=device).reshape(-1, 2)
     banned_index = torch.tensor(banned, dtype=torch.int64, device=device).reshape(-1, 2)
+    mask_rows, mask_words = _masks(samples, vocab_size, device)
     draws = [0.5 if item.params.is_greedy else uniform(item.seed, item.child, item.num_output) for item in samples]
     return SampleBatch(
         temperature=reals([p.temperature for p in params]),
@@ -191,4 +197,16 @@ def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.devic
         bias_values=reals([value for _, _, value in bias]) if bias else None,
         banned_rows=banned_index[:, 0] if banned else None,
         banned_ids=banned_index[:, 1] if banned else None,
+        mask_rows=mask_rows,
+        mask_words=mask_words,
     )
+
+
+def _masks(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """(rows [M], words [M, W]) of the samples that have a mask; None if no sample has one."""
+    found = [(row, item.mask) for row, item in enumerate(samples) if item.mask is not None]
+    if not found:
+        return None, None
+    words = torch.frombuffer(bytearray(b"".join(mask for _, mask in found)), dtype=torch.int32)
+    rows = torch.tensor([row for row, _ in found], dtype=torch.int64, device=device)
+    return rows, words.reshape(len(found), -(-vocab_size // 32)).to(device)

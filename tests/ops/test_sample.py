@@ -213,6 +213,35 @@ def test_penalties_bias_and_bans(seed: int) -> None:
     assert torch.equal(many, original)
 
 
+def test_masks_keep_only_what_they_allow() -> None:
+    """After bias, bans and penalties; rows without a mask keep their tokens; allowed ones come out as often as they should."""
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(6))
+    allowed = [3, 31, 32, 39]
+    words = torch.tensor([[1 << 3 | -(1 << 31), 1 | 1 << 7]], dtype=torch.int32)
+    bias = {"bias_rows": ints(1, 2), "bias_ids": ints(5, 5), "bias_values": torch.tensor([90.0, 90.0])}
+    base = make_batch(4, **bias, banned_rows=ints(1), banned_ids=ints(39), uniforms=full(4, 0.5))
+    free = sample(logits, base).tolist()
+    masked = dataclasses.replace(base, mask_rows=ints(1), mask_words=words)
+    drawn = []
+    for number in np.linspace(0.001, 0.999, 400):
+        tokens = sample(logits, dataclasses.replace(masked, uniforms=torch.tensor([0.5, number, 0.5, 0.5]).double())).tolist()
+        assert tokens[:1] + tokens[2:] == free[:1] + free[2:]
+        drawn.append(tokens[1])
+    weights = logits[1, allowed[:3]].double().softmax(dim=0)
+    for token, weight in zip(allowed[:3], weights.tolist(), strict=True):
+        assert drawn.count(token) / 400 == pytest.approx(weight, abs=0.01)
+    assert set(drawn) == set(allowed[:3])
+
+
+def test_masks_are_refused_where_they_do_not_fit() -> None:
+    logits = torch.zeros(2, 40)
+    words = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="mask_words=\\(1, 1\\): a bit for each token"):
+        sample(logits, make_batch(2, mask_rows=ints(0), mask_words=words))
+    with pytest.raises(ValueError, match="logits row 1 of 2 has maximum -inf"):
+        sample(logits, make_batch(2, mask_rows=ints(1), mask_words=torch.zeros(1, 2, dtype=torch.int32)))
+
+
 def test_what_each_penalty_looks_at() -> None:
     flat = torch.ones(1, 3)
     look = make_batch(

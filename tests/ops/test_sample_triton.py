@@ -211,9 +211,9 @@ def chosen(batch: SampleBatch, rows: Tensor) -> SampleBatch:
 
 
 @runs_kernels
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, 2, 3])
 def test_edits_bit_for_bit(seed: int) -> None:
-    """Bias (with repeats), bans and penalties give the definition's logits, and its tokens."""
+    """Bias (with repeats), bans, penalties and masks give the definition's logits, and its tokens."""
     generator = torch.Generator().manual_seed(seed)
     num, vocab_size = 4, 50
     logits = torch.randn(num, vocab_size, generator=generator) * 3
@@ -231,6 +231,9 @@ def test_edits_bit_for_bit(seed: int) -> None:
     )  # fmt: skip
     if seed == 2:
         batch = dataclasses.replace(batch, output_counts=None)
+    if seed:
+        words = torch.randint(-(1 << 31), 1 << 31, (2, 2), generator=generator).to(torch.int32)
+        batch = dataclasses.replace(batch, mask_rows=torch.tensor([3, 1]), mask_words=words)
     records = records_of(on_device(batch), vocab_size)
     edited = torch.full((num, vocab_size), torch.nan, device=DEVICE)
     packed = torch.empty(num, 4, dtype=torch.int64, device=DEVICE)
@@ -241,6 +244,24 @@ def test_edits_bit_for_bit(seed: int) -> None:
     )  # fmt: skip
     assert torch.equal(edited.cpu(), ref._edit(logits, batch))
     assert draw(logits, batch, Cuts(16, 16))[0] == definition(logits, batch).tolist()
+
+
+@runs_kernels
+def test_masks_alone() -> None:
+    """Single tokens, on both sides of every word; a row without a mask beside them; nothing left flags that row only."""
+    allowed = [[0], [31], [32], [63], [64], [69], list(range(70)), []]
+    words = torch.zeros(len(allowed), 3, dtype=torch.int64)
+    for row, ids in enumerate(allowed):
+        for token in ids:
+            words[row, token // 32] |= 1 << token % 32
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    logits = make_logits("smooth", 9, 70, 7)
+    batch = make_batch([{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}, {}, {}, {}, {}], numbers(9, 4))
+    free = draw(logits, batch, Cuts(16, 16))[0]
+    batch = dataclasses.replace(batch, mask_rows=torch.tensor([0, 1, 2, 3, 4, 5, 6, 8]), mask_words=words)
+    tokens, is_bad = draw(logits, batch, Cuts(16, 16))
+    assert tokens == [0, 31, 32, 63, 64, 69, free[6], free[7], 0]
+    assert is_bad == [False] * 8 + [True]
 
 
 @runs_kernels

@@ -43,11 +43,12 @@ class Running:
     prompt: tuple[int, ...] = (1, 2, 2, 7)
     seed: int = 0
     banned: tuple[int, ...] = ()
+    mask: bytes | None = None
     output: list[int] = field(default_factory=list)
 
     def sample(self, brings_tokens: bool = True) -> Sample:
         prompt, output = (self.prompt, tuple(self.output)) if brings_tokens else ((), ())
-        return Sample(self.id, 0, (), self.params, self.seed, 3, prompt, output, len(self.output), self.banned)
+        return Sample(self.id, 0, (), self.params, self.seed, 3, prompt, output, len(self.output), self.banned, 0, self.mask)
 
 
 def params(**settings: object) -> SamplingParams:
@@ -103,6 +104,29 @@ def test_steps_of_requests_of_all_kinds() -> None:
         assert sampler.last_tokens[rows_of(order)].tolist() == expected
     assert last is not None and list(last[0].result()[0]) == last[1]
     assert sampler.state_bytes == 4 * VOCAB * 4  # three requests have penalties
+
+
+@runs_kernels
+def test_masks_change_from_step_to_step() -> None:
+    """Of a greedy row, one with penalties and one with bans; the others draw what they would draw without them."""
+    sampler, running = DeviceSampler(8, VOCAB, DEVICE), some()
+    for step in range(3):
+        logits = scores(len(running), step)
+        free = truth([one.sample() for one in running], logits)
+        for place, one in enumerate((running[0], running[2], running[4])):
+            allowed = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+            allowed[(10 + 7 * step + place) % VOCAB :: 11] = 1
+            one.mask = np.packbits(allowed, bitorder="little").tobytes() if step != 1 or place else None
+        samples = [one.sample() for one in running]
+        expected = truth(samples, logits)
+        assert list(launch(sampler, running, logits, brings_tokens=step == 0).result()[0]) == expected
+        for one, token, other in zip(running, expected, free, strict=True):
+            one.output.append(token)
+            if one.mask is None:
+                assert token == other
+            else:
+                assert one.mask[token >> 3] >> (token & 7) & 1
+            one.mask = None
 
 
 @runs_kernels

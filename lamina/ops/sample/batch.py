@@ -18,6 +18,8 @@ class SampleBatch:
     output_counts              [S, V] int32, occurrences in the output so far; None if no row has a penalty.
     bias_rows, bias_ids, bias_values  [B] int64, int64, fp32: added to single logits (repeats add up).
     banned_rows, banned_ids    [N] int64: logits that become -inf, for min_tokens.
+    mask_rows                  [M] int64, each row once: rows in which only some tokens may be drawn;
+    mask_words                 [M, ceil(V / 32)] int32: for each of them a bit per token, lowest first, 1 where it may.
     """
 
     temperature: Tensor
@@ -35,6 +37,8 @@ class SampleBatch:
     bias_values: Tensor | None = None
     banned_rows: Tensor | None = None
     banned_ids: Tensor | None = None
+    mask_rows: Tensor | None = None
+    mask_words: Tensor | None = None
 
     @staticmethod
     def greedy(num_rows: int, device: torch.device | str = "cpu") -> "SampleBatch":
@@ -49,7 +53,8 @@ class SampleBatch:
 #: words of a record: what one row needs, as int64 or the bits of fp64. A row's edits are words too, id << 32 | bits of fp32,
 #: ascending by id, at EDIT_START .. EDIT_STOP of the same tensor; a ban is a bias of -inf.
 TEMPERATURE, TOP_P, MIN_P, UNIFORM, SEED, CHILD, POSITION, TOP_K = range(8)
-REPETITION, PRESENCE, FREQUENCY, STATE_ROW, EDIT_START, EDIT_STOP, FLAGS = range(8, 15)
+#: MASK: where the row's mask begins in the same tensor, a bit per token, lowest first; 0: every token may be drawn.
+REPETITION, PRESENCE, FREQUENCY, STATE_ROW, EDIT_START, EDIT_STOP, FLAGS, MASK = range(8, 16)
 WORDS = 16
 #: flags: drawn at random; top_k or top_p; bias, bans or penalties; the number comes from (SEED, CHILD, POSITION), not UNIFORM;
 #: the seed is below 0
@@ -62,7 +67,7 @@ IN_PROMPT = -(1 << 31)
 class Records:
     """What the kernels read of S rows, and what is known of all of them when they are launched.
 
-    words      [S * WORDS or more] int64: S records, then edits.
+    words      [S * WORDS or more] int64: S records, then edits, then masks.
     state      [rows, V] int32, seen tokens, see IN_PROMPT; a record names its row or -1. None if nobody has penalties.
     has_draws, has_filters, has_edits  whether any record may have the flag.
     """
@@ -97,7 +102,8 @@ def records_of(batch: SampleBatch, vocab_size: int) -> Records:
     words[:, FLAGS] = is_drawn.to(torch.int64) * IS_DRAWN + (is_drawn & is_filtered).to(torch.int64) * IS_FILTERED
     words[:, STATE_ROW] = -1 if state is None else torch.arange(num, device=device)
     edits = _edit_words(batch)
-    has_edits = edits is not None or state is not None
+    masks = None if batch.mask_rows is None or batch.mask_words is None else (batch.mask_rows, _mask_words(batch.mask_words))
+    has_edits = edits is not None or state is not None or masks is not None
     if has_edits:
         words[:, FLAGS] += IS_EDITED
     flat = words.flatten()
@@ -106,7 +112,18 @@ def records_of(batch: SampleBatch, vocab_size: int) -> Records:
         bounds = torch.searchsorted(rows, torch.arange(num + 1, device=device)) + flat.numel()
         words[:, EDIT_START], words[:, EDIT_STOP] = bounds[:-1], bounds[1:]
         flat = torch.cat([words.flatten(), edit_words])
+    if masks is not None:
+        rows, mask_words = masks
+        words[rows, MASK] = flat.numel() + torch.arange(rows.shape[0], device=device) * mask_words.shape[1]
+        flat = torch.cat([words.flatten(), flat[words.numel() :], mask_words.flatten()])
     return Records(flat, state, True, True, has_edits)
+
+
+def _mask_words(words: Tensor) -> Tensor:
+    """Masks [M, W] int32 as [M, ceil(W / 2)] int64."""
+    num, width = words.shape
+    padded = torch.nn.functional.pad(words, (0, width % 2)).contiguous()
+    return padded.view(torch.int64).reshape(num, -1)
 
 
 def _edit_words(batch: SampleBatch) -> tuple[Tensor, Tensor] | None:

@@ -18,6 +18,7 @@ POSITION, TOP_K = tl.constexpr(batch.POSITION), tl.constexpr(batch.TOP_K)
 REPETITION, PRESENCE = tl.constexpr(batch.REPETITION), tl.constexpr(batch.PRESENCE)
 FREQUENCY, STATE_ROW = tl.constexpr(batch.FREQUENCY), tl.constexpr(batch.STATE_ROW)
 EDIT_START, EDIT_STOP, FLAGS = tl.constexpr(batch.EDIT_START), tl.constexpr(batch.EDIT_STOP), tl.constexpr(batch.FLAGS)
+MASK = tl.constexpr(batch.MASK)
 DRAWN, FILTERED, EDITED = tl.constexpr(batch.IS_DRAWN), tl.constexpr(batch.IS_FILTERED), tl.constexpr(batch.IS_EDITED)
 SEEDED, NEGATIVE = tl.constexpr(batch.IS_SEEDED), tl.constexpr(batch.IS_NEGATIVE)
 #: keys of +inf and -inf, an id that no token has, what is less than every packed peak
@@ -58,7 +59,7 @@ def real(record, WORD: tl.constexpr):
 
 @triton.jit
 def _edit(x, ids, record, words, state, VOCAB: tl.constexpr, CHUNK: tl.constexpr, STATE: tl.constexpr):
-    """Bias and bans (a ban is a bias of -inf), then penalties; `words` holds the row's edits by ascending id."""
+    """Bias and bans (a ban is a bias of -inf), penalties, then the mask; `words` holds the row's edits by ascending id."""
     first_id = tl.min(ids, 0)
     low = tl.load(record + EDIT_START)
     stop = tl.load(record + EDIT_STOP)
@@ -84,6 +85,10 @@ def _edit(x, ids, record, words, state, VOCAB: tl.constexpr, CHUNK: tl.constexpr
             x = tl.where(seen != 0, scaled, x)
             x = x - real(record, FREQUENCY).to(tl.float32) * count.to(tl.float32)
             x = x - tl.where(count > 0, real(record, PRESENCE).to(tl.float32), 0.0)
+    mask = tl.load(record + MASK)
+    if mask > 0:
+        bits = tl.load(words + mask + (ids >> 6), mask=ids < VOCAB, other=0)
+        x = tl.where(((bits >> (ids & 63).to(tl.int64)) & 1) != 0, x, -float("inf"))
     return x
 
 

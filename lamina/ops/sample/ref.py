@@ -79,7 +79,7 @@ def _refuse_bad_rows(logits: Tensor, allow_empty: bool = False) -> None:
 
 
 def _edit(logits: Tensor, batch: SampleBatch) -> Tensor:
-    """Logits after bias, bans and penalties, [S, V] fp32; the input itself if nothing edits it."""
+    """Logits after bias, bans, penalties and masks, [S, V] fp32; the input itself if nothing edits it."""
     edited = logits
     if batch.bias_rows is not None and batch.bias_ids is not None and batch.bias_values is not None:
         edited = edited.index_put((batch.bias_rows, batch.bias_ids), batch.bias_values.float(), accumulate=True)
@@ -94,7 +94,16 @@ def _edit(logits: Tensor, batch: SampleBatch) -> Tensor:
     if counts is not None:
         edited = edited - batch.frequency.float()[:, None] * counts
         edited = edited - batch.presence.float()[:, None] * (counts > 0)
+    if batch.mask_rows is not None and batch.mask_words is not None:
+        kept = edited[batch.mask_rows].masked_fill(~allowed_tokens(batch.mask_words, logits.shape[1]), -torch.inf)
+        edited = edited.index_copy(0, batch.mask_rows, kept)
     return edited
+
+
+def allowed_tokens(words: Tensor, vocab_size: int) -> Tensor:
+    """Masks of a bit per token, lowest first, in int32 words [M, W] -> [M, V] bool."""
+    bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1  # [M, W, 32]
+    return bits.reshape(words.shape[0], -1)[:, :vocab_size] != 0
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
