@@ -7,11 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import CapacityError, ConfigError
 from lamina.base.log import event, get_logger
 from lamina.base.sizes import format_bytes
+from lamina.engine.grammar import CompiledGrammar
 from lamina.engine.interrupts import deferred_interrupts
 from lamina.engine.locate import locate
 from lamina.engine.outputs import Delta, RequestOutput, Usage
@@ -24,14 +27,15 @@ from lamina.runtime.worker import Worker
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
-from lamina.schedule.step import LaunchedStep, Step
+from lamina.schedule.step import LaunchedStep, Step, TokenLogprobs
 
 _LOG = get_logger(__name__)
+_MOST_LENGTHS = 4096  # lengths whose bytes are remembered
 
 
 @dataclass(slots=True)
 class Group:
-    """One prompt with all its outputs."""
+    """One prompt with all its outputs. growing, deltas  empty in an engine without texts."""
 
     id: int
     prompt_index: int
@@ -46,24 +50,39 @@ class Group:
         return all(request.state is RequestState.FINISHED for request in self.requests)
 
 
+class News(NamedTuple):
+    """What a step, or an end, brought one output. token  None where no token ended it.   finish  None while it goes on."""
+
+    request: Request
+    token: int | None
+    logprobs: TokenLogprobs | None
+    finish: str | None
+
+
 class Engine:
     """Loads a checkpoint and serves requests; safe to use from several threads, one step at a time.
 
-    on_tensor  called with (done, total) while weights load.   on_warmup  then while steps of each kind are tried.
+    on_tensor    called with (done, total) while weights load.   on_warmup  then while steps of each kind are tried.
+    has_text     False: prompts are token ids, nothing is decoded, and what comes is found in `news`, not in `Group.deltas`.
+    make_worker  what runs the model.
     Raises ConfigError, CapacityError or WeightError, each one line.
     """
 
     def __init__(
         self, config: EngineConfig, on_tensor: Callable[[int, int], None] | None = None,
-        on_warmup: Callable[[int, int], None] | None = None,
+        on_warmup: Callable[[int, int], None] | None = None, has_text: bool = True,
+        make_worker: Callable[[Path, EngineConfig], Worker] = Worker,
     ) -> None:  # fmt: skip
         self.directory = locate(config.model)
-        self.worker = Worker(self.directory, config)
+        self.worker = make_worker(self.directory, config)
         self.config = config = self.worker.config
         self.layout, self.num_pages = self.worker.layout, self.worker.num_pages
         self.vocab_size = self.worker.vocab_size
         self.max_model_len = _max_model_len(config, self.layout, self.num_pages, self.worker.max_positions)
-        self.codec = load_codec(self.directory)
+        self.codec = load_codec(self.directory) if has_text else None
+        self.has_text = has_text
+        #: of an engine without texts: what came since somebody took it, in order
+        self.news: list[News] = []
         if self.codec is not None and self.codec.vocab_size > self.vocab_size:
             raise ConfigError(
                 "tokenizer", f"{self.codec.vocab_size} tokens", f"at most vocab_size ({self.vocab_size}) of config.json"
@@ -77,6 +96,7 @@ class Engine:
         self._start_books()
         self.groups: dict[int, Group] = {}
         self._requests: dict[int, Request] = {}
+        self._held_bytes: dict[int, dict[str, int]] = {}
         self._next_id = 0
         self._seeds = random.Random(config.seed)
         self._lock = threading.RLock()
@@ -102,7 +122,8 @@ class Engine:
         """The token ids of a prompt, after every check that can be made before it is queued."""
         params.validate_for_vocab(self.vocab_size)
         if params.stop and self.codec is None:
-            raise ConfigError("stop", list(params.stop), "empty: this checkpoint has no tokenizer.json, use stop_token_ids")
+            why = "this checkpoint has no tokenizer.json" if self.has_text else "this engine has no texts"
+            raise ConfigError("stop", list(params.stop), f"empty: {why}, use stop_token_ids")
         if params.min_tokens and len(self._stop_ids(params)) >= self.vocab_size:
             raise ConfigError("min_tokens", params.min_tokens, "0 where every token ends the output: none could be drawn")
         ids = self._token_ids(prompt, field_name)
@@ -132,13 +153,19 @@ class Engine:
             ids = _integers(prompt, name)
         if not ids:
             raise ConfigError(name, prompt, "at least one token")
-        bad = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise ConfigError(name, bad, f"token ids from 0 to {self.vocab_size - 1}")
         return ids
 
-    def add(self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "") -> Group:
-        """Queues a prompt; `step` then makes progress on it. Raises as `check`."""
+    def add(
+        self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "",
+        priority: int = 0, owner: str = "", grammar: CompiledGrammar | None = None,
+    ) -> Group:  # fmt: skip
+        """Queues a prompt; `step` then makes progress on it. Raises as `check`.
+
+        priority  lower comes first.   owner  shown with what it leaves in the cache.   grammar  what each output must match.
+        """
         ids = self.check(prompt, params)
         with self._lock, deferred_interrupts():
             self._next_id += 1
@@ -155,22 +182,29 @@ class Engine:
                 Usage(len(ids)),
             )
             group = Group(self._next_id, prompt_index, output, [], [])
+            shared = tuple(ids)
             for child in range(params.n):
-                growing = GrowingOutput(child, params, self.codec)
                 request = Request(
-                    id=self._next_id, name=f"{group.id}.{child}", prompt=tuple(ids), params=params, seed=seed, max_new=max_new,
+                    id=self._next_id, name=f"{group.id}.{child}", prompt=shared, params=params, seed=seed, max_new=max_new,
                     stop_ids=stop_ids, salt=cache_salt, child=child, parent=group.requests[0] if child else None,
+                    priority=priority, owner=owner, grammar=None if grammar is None else grammar.start(stop_ids),
                 )  # fmt: skip
                 self._next_id += 1
                 group.requests.append(request)
-                group.growing.append(growing)
-                output.outputs.append(growing.output)
+                if self.has_text:
+                    growing = GrowingOutput(child, params, self.codec)
+                    group.growing.append(growing)
+                    output.outputs.append(growing.output)
             for request in group.requests:
                 self._requests[request.id] = request
                 self.groups[request.id] = group
                 self.scheduler.add(request)
             if max_new == 0:
                 self._end_without_room(group)
+            for request in group.requests:
+                if request.state is not RequestState.FINISHED and not request.has_next():
+                    self.scheduler.cancel(request, "stop")
+                    self._close(request, group, "stop")
             return group
 
     def _end_without_room(self, group: Group) -> None:
@@ -182,13 +216,21 @@ class Engine:
                 self.scheduler.cancel(request, "length")
                 self._close(request, group, "length")
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: Group, reason: str = "abort") -> None:
         """Ends a prompt in any state; everything that is not in the prefix index is freed."""
         with self._lock, deferred_interrupts():
             for request in group.requests:
                 if request.state is not RequestState.FINISHED:
-                    self.scheduler.cancel(request)
-                    self._close(request, group, "abort")
+                    self.scheduler.cancel(request, reason)
+                    self._close(request, group, reason)
+
+    def finish(self, group: Group, child: int) -> None:
+        """One output has its answer: it ends with "stop", and what it remembers stays for reuse. Ended ones are left alone."""
+        with self._lock, deferred_interrupts():
+            request = group.requests[child]
+            if request.state is not RequestState.FINISHED:
+                self.scheduler.finish(request, "stop")
+                self._close(request, group, "stop")
 
     @property
     def has_work(self) -> bool:
@@ -267,15 +309,23 @@ class Engine:
 
     def _book(self, drawn: Drawn) -> None:
         request, token, logprobs = drawn
+        reason = request.finish_reason
+        if not self.has_text and reason is None:
+            self.news.append(News(request, token, logprobs, None))
+            return
         group = self.groups[request.id]
-        growing, reason = group.growing[request.child], request.finish_reason
         if reason is not None and len(request.prompt) >= self.max_model_len:
             self._close(request, group, "length")
             return
         if token is None:
             self._close(request, group, "error")
             return
-        text, matched = growing.push(token, logprobs, reason == "stop")
+        if not self.has_text:
+            self._forget(request)
+            self.news.append(News(request, token, logprobs, reason))
+            return
+        growing = group.growing[request.child]
+        text, matched = growing.push(token, logprobs, reason == "stop" and token in request.stop_ids)
         if reason == "stop" and token in request.params.stop_token_ids:
             growing.output.stop_reason = token
         if matched is not None:
@@ -288,18 +338,20 @@ class Engine:
 
     def _close(self, request: Request, group: Group, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Finishes the text and the figures of one output."""
+        if not self.has_text:
+            self._forget(request)
+            self.news.append(News(request, None, None, reason))
+            return
         growing = group.growing[request.child]
         rest, matched = growing.finish(reason)
         if matched is not None:
             reason = growing.output.finish_reason = "stop"
             growing.output.stop_reason = matched
-        del self._requests[request.id]
-        del self.groups[request.id]
+        self._forget(request)
         usage = group.output.usage
         usage.completion_tokens += len(growing.output.token_ids)
-        if request.peak_position:
-            for row in predict(self.layout, [Held(request.peak_position)]).rows:
-                usage.held_bytes[row.name] = usage.held_bytes.get(row.name, 0) + row.nbytes
+        for name, nbytes in self.held_bytes(request).items():
+            usage.held_bytes[name] = usage.held_bytes.get(name, 0) + nbytes
         if request.child == 0:
             usage.cached_tokens = request.cached_tokens
             usage.prefix_stop = request.first_hit.why if request.first_hit is not None else "not looked up"
@@ -312,8 +364,28 @@ class Engine:
         group.output.finished = group.is_finished
         group.deltas.append(Delta(group.id, group.prompt_index, request.child, text + rest, tokens, reason, group.output))
 
+    def _forget(self, request: Request) -> None:
+        """Lets go of an output that has ended."""
+        del self._requests[request.id]
+        del self.groups[request.id]
+
+    def held_bytes(self, request: Request) -> dict[str, int]:
+        """By memory (and padding) the bytes that an output held at its longest; empty if it never ran."""
+        position = request.peak_position
+        if not position:
+            return {}
+        found = self._held_bytes.get(position)
+        if found is None:
+            if len(self._held_bytes) >= _MOST_LENGTHS:
+                self._held_bytes.clear()
+            found = {row.name: row.nbytes for row in predict(self.layout, [Held(position)]).rows}
+            self._held_bytes[position] = found
+        return dict(found)
+
 
 def _integers(prompt: Sequence[int], name: str) -> list[int]:
+    if set(map(type, prompt)) == {int}:
+        return list(prompt)
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise ConfigError(name, token, "a text or a list of integer token ids")

@@ -45,7 +45,10 @@ class TextCodec:
         self._bos_id = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
         if add_bos and self._bos_id is None:
             raise ConfigError("bos_token", bos_token, "a token of tokenizer.json, because add_bos_token is true")
-        self._special = frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        self._added = frozenset(added)
+        self._added_texts = tuple(self.token_piece(token) or "" for token in sorted(added))
         decoder = self._tokenizer.decoder
         self._steps = _plan_steps(None if decoder is None else msgspec.json.decode(decoder.__getstate__(), type=_DecoderSpec))
         if self._steps is None:
@@ -98,6 +101,32 @@ class TextCodec:
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens drops the token."""
         return self.token_piece(token_id) in self._special
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether it is one of the vocabulary's added tokens: control tokens, special or not."""
+        return token_id in self._added
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The added tokens as they are written, by id."""
+        return self._added_texts
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token as the vocabulary writes it; None if it has none."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of one token, part of a character perhaps; b"" for an unknown id."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = self.token_piece(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        try:
+            return bytes([BYTE_OF[char] for char in piece])
+        except KeyError:
+            return text.encode()
 
     def new_steps(self) -> "list[_Step] | None":
         """Fresh decoding steps for one stream, or None if only the whole list can be decoded."""
@@ -185,9 +214,9 @@ class StopChecker:
             self._add(text)
         self._link()
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text of one more token: (what may be shown now, whether the output ended)."""
-        self._num_tokens += 1
+    def push(self, text: str, num_tokens: int = 1) -> tuple[str, bool]:
+        """The text of one more token (or of `num_tokens`): (what may be shown now, whether the output ended)."""
+        self._num_tokens += num_tokens
         return self._take(text)
 
     def finish(self, rest: str = "") -> str:
@@ -290,7 +319,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
 
 
-_BYTE_OF = _byte_alphabet()
+#: the byte that each character of a byte-level vocabulary stands for
+BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 
@@ -302,7 +332,7 @@ class _ByteLevel:
 
     def push(self, token: str) -> list[str]:
         try:
-            data = bytes([_BYTE_OF[char] for char in token])
+            data = bytes([BYTE_OF[char] for char in token])
         except KeyError:
             data = token.encode()
         return [self._decoder.decode(data)]

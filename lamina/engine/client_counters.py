@@ -1,0 +1,33 @@
+"""Counters that go on over restarts: what engines before counted is added to what the present one says."""
+
+import msgspec
+
+from lamina.engine.wire import MemoryState, Stats
+
+#: fields that only grow; the others are gauges of now
+COUNTERS = (
+    "time_s", "prompt_tokens", "cached_tokens", "computed_tokens", "drawn_tokens", "steps", "prefill_s", "decode_s",
+    "preemptions", "evictions", "late_results", "lookups",
+)  # fmt: skip
+
+
+def summed(before: Stats | None, now: Stats) -> Stats:
+    """`now` with the counters of `before` added."""
+    if before is None:
+        return now
+    sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
+    return msgspec.structs.replace(
+        now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished), **sums
+    )
+
+
+def without_gauges(stats: Stats) -> Stats:
+    """What is left of an engine that has gone: nothing runs and nothing is held."""
+    memories = tuple(MemoryState(row.name, 0, 0) for row in stats.memories)
+    return msgspec.structs.replace(
+        stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=()
+    )
+
+
+def _added(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in (*left, *(name for name in right if name not in left))}

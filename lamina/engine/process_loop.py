@@ -1,0 +1,125 @@
+"""The loop of the engine's process, and how its engine is made."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from lamina.base.config import EngineConfig
+from lamina.base.log import event, get_logger
+from lamina.engine.engine import Engine
+from lamina.engine.process_cache import cache_state
+from lamina.engine.process_desk import Desk, refusal
+from lamina.engine.process_facts import Tally, make_ready
+from lamina.engine.process_guard import Guard
+from lamina.engine.process_link import Link
+from lamina.engine.wire import CacheChange, CacheQuery, Cancel, Command, Fatal, Finish, Outputs, Ready, Shutdown, Start, Submit
+
+_LOG = get_logger(__name__)
+_STATS_S = 0.25
+_MOST_COMMANDS = 256  # of one round, so that steps go on whatever comes
+_MOST_ROWS = 128
+_MOST_FAILURES = 3
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+
+
+class MakeEngine(Protocol):
+    """How an engine is made: settings, and whom to tell how far loading and compiling are."""
+
+    def __call__(self, config: EngineConfig, on_tensor: OnProgress, on_warmup: OnProgress) -> Engine:
+        """The engine, without texts."""
+        ...
+
+
+def load_engine(config: EngineConfig, on_tensor: OnProgress, on_warmup: OnProgress) -> Engine:
+    """The engine of a checkpoint, without texts."""
+    return Engine(config, on_tensor, on_warmup, has_text=False)
+
+
+class Loop:
+    """Goes round until it is told to stop. ready  what it has to say first."""
+
+    def __init__(self, engine: Engine, link: Link, guard: Guard, load_s: float) -> None:
+        self._engine = engine
+        self.ready: Ready = make_ready(engine, load_s)
+        self._link = link
+        self._guard = guard
+        self._tally = Tally(engine)
+        self._desk = Desk(engine, self._tally, link.wake)
+        self._is_shut = False
+        self._had_work = False
+        self._failures = 0
+        self._next_stats = 0.0
+
+    def run(self) -> int:
+        """The exit code: 0 after Shutdown or SIGTERM, 1 if steps fail again and again."""
+        while not self._guard.is_stopping:
+            for command in self._link.commands(_MOST_COMMANDS):
+                self._obey(command)
+            if self._is_shut:
+                break
+            for refused in self._desk.add_compiled():
+                self._link.send(refused)
+            self._desk.expire(time.monotonic())
+            if self._engine.has_work:
+                self._step()
+            self._tell()
+            if self._failures >= _MOST_FAILURES:
+                self._link.send(Fatal(f"{self._failures} steps failed one after the other"))
+                return 1
+            if not self._engine.has_work:
+                self._rest()
+        self._desk.cancel_all()
+        self._tell()
+        return 0
+
+    def _step(self) -> None:
+        """One step. If it breaks off, what ran has ended with "error" and the rest goes on."""
+        try:
+            if not self._desk.step():
+                raise RuntimeError("requests wait although nothing runs")
+        except Exception:
+            self._failures += 1
+            _LOG.exception("step failed")
+        else:
+            self._failures = 0
+
+    def _tell(self) -> None:
+        """Sends the news, and counters when it is time or work begins or ends."""
+        outputs = self._desk.take()
+        if outputs:
+            self._link.send(Outputs(tuple(outputs)))
+        now = time.monotonic()
+        has_work = self._desk.has_requests
+        if now >= self._next_stats or has_work != self._had_work:
+            self._had_work, self._next_stats = has_work, now + _STATS_S
+            self._link.send(self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS)))
+
+    def _rest(self) -> None:
+        """Waits for a command, a grammar, a deadline, or the time of the next counters."""
+        until = min(self._next_stats, self._desk.next_deadline)
+        self._link.wait(max(0.0, until - time.monotonic()))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                refused = self._desk.submit(command)
+                if refused is not None:
+                    self._link.send(refused)
+            case Cancel():
+                self._desk.cancel(command.id)
+            case Finish():
+                self._desk.finish(command.id, command.child)
+            case CacheQuery() | CacheChange():
+                self._answer(command)
+            case Shutdown():
+                self._is_shut = True
+            case Start():
+                event(_LOG, "command_dropped", logging.WARNING, why="a second Start")
+
+    def _answer(self, command: CacheQuery | CacheChange) -> None:
+        try:
+            self._link.send(cache_state(self._engine.ledger, command))
+        except Exception as error:
+            self._link.send(refusal(command.id, error))
