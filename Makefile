@@ -10,6 +10,8 @@ TORCH   := torch==2.13.0
 # For the tests of kernels, which run in its interpreter and are compiled for GPUs that are not there. A CPU build of PyTorch
 # comes without it; a build for GPUs brings the version that belongs to it. 188 MB.
 TRITON  := triton==3.6.0
+# For structured output, without its own list of needs: that has Triton again, and the rest is there already.
+XGRAMMAR := xgrammar==0.2.9 apache-tvm-ffi
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -81,4 +83,5 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c 'import triton' 2> /dev/null; then \
 	    $(PIP_INSTALL) "$(TRITON)" | $(PIP_LINES); fi
 	@$(PIP_INSTALL) -e '.[test]' | $(PIP_LINES)
+	@$(PIP_INSTALL) --no-deps $(XGRAMMAR) | $(PIP_LINES)
 	@touch $@

@@ -17,7 +17,8 @@ MAX_LINES = 600
 #: floor of each part; an import may only go down
 FLOORS = {
     "server": 7, "cli": 7, "__main__": 7, "engine": 6, "plan": 6, "runtime": 5, "models": 4, "layers": 3, "schedule": 2,
-    "weights": 2, "memory": 1, "ops": 1, "parallel": 1, "base": 0,
+    "weights": 2, "memory": 1, "ops": 1, "parallel": 1, "chat": 1,
+    "base": 0,
 }  # fmt: skip
 #: what lies below is not all open: the two stairs (schedule and memory; weights and ops) meet in runtime, through records only
 MAY_IMPORT = {
@@ -25,21 +26,22 @@ MAY_IMPORT = {
     "memory": {"memory", "base"},
     "ops": {"ops", "base"},
     "parallel": {"parallel", "base"},
+    "chat": {"chat", "base"},
     "schedule": {"schedule", "memory", "base"},
     "weights": {"weights", "ops", "parallel", "base"},
     "layers": {"layers", "ops", "parallel", "memory.kinds", "base"},
-    "models": {"models", "layers", "weights", "ops", "parallel", "memory.kinds", "base"},
+    "models": {"models", "layers", "chat", "weights", "ops", "parallel", "memory.kinds", "base"},
     "runtime": {"runtime", "models", "layers", "weights", "ops", "parallel", "base",
                 "schedule.step", "memory.layout", "memory.kinds", "memory.orders"},
     "plan": {"plan", "memory", "models.families", "models.description", "models.needed", "models.checkpoints", "weights.headers",
              "base"},
     "engine": {"engine", "runtime", "schedule", "memory", "base"},
     "top": {"top", "engine", "runtime", "schedule", "memory", "base"},
-    "server": {"server", "top", "engine", "base"},
-    "cli": {"cli", "server", "top", "engine", "plan", "models", "base"},
+    "server": {"server", "top", "engine", "chat", "models.chats", "base"},
+    "cli": {"cli", "server", "top", "engine", "chat", "plan", "models", "base"},
     "__main__": {"cli", "base"},
 }  # fmt: skip
-NO_TORCH = {"base", "memory", "schedule", "plan"}
+NO_TORCH = {"base", "memory", "schedule", "plan", "chat"}
 MODEL_NAMES = ("deepseek", "llama", "gemma", "qwen", "mistral", "mixtral", "kimi", "minimax", "chatglm", "gpt_oss", "gptoss")
 KINDS = {"Log", "Window", "Fold", "Snapshot", "Alias"}
 

@@ -21,6 +21,7 @@ Lamina: an inference engine whose memory is exact, explained and reused.
 _EPILOG = """\
 Start here:
   lamina demo                                   the whole thing on a tiny model made on the spot
+  lamina serve                                  OpenAI's API over that tiny model
   lamina tiny tiny-model                        write that tiny model
   lamina generate --model tiny-model --prompt "Hello" --memory
   lamina plan tiny-model --memory 8GiB          where every byte goes, before anything is loaded
@@ -32,6 +33,9 @@ Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 
 #: what each command does, in a line; its module is loaded only if it is the one
 COMMANDS = {
+    "serve": "serve a model to OpenAI's and Anthropic's clients over HTTP",
+    "chat": "talk to a server or a model in the terminal",
+    "bench": "measure how fast a server answers",
     "generate": "generate text from one or more prompts",
     "plan": "say where every byte of memory goes, from a config.json alone",
     "doctor": "say whether a checkpoint runs on this machine, and with what limits",

@@ -11,9 +11,9 @@ from pathlib import Path
 from lamina import SamplingParams
 from lamina.base.config import EngineConfig
 from lamina.cli.formatter import make_printable
+from lamina.cli.generation import load, serve
 from lamina.cli.options import add_common
 from lamina.cli.report import moment, table
-from lamina.cli.serve import load, serve
 from lamina.models.tiny import write_tiny
 
 DESCRIPTION = """\

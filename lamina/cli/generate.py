@@ -5,6 +5,7 @@ import sys
 
 from lamina.base.errors import ConfigError
 from lamina.cli.formatter import make_printable
+from lamina.cli.generation import Served, load, serve
 from lamina.cli.options import (
     add_common,
     add_engine,
@@ -15,7 +16,6 @@ from lamina.cli.options import (
     sampling_params,
 )
 from lamina.cli.report import closing_line, logprob_lines, table, to_json
-from lamina.cli.serve import Served, load, serve
 
 DESCRIPTION = """\
 Generates from all prompts together. Text streams to stdout as it comes: the first unfinished

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lamina import CompletionOutput, Logprob, RequestOutput
 from lamina.base.version import __version__
-from lamina.cli.serve import Served
+from lamina.cli.generation import Served
 from lamina.engine.watch import MemoryReport
 
 FOLDS = "folds"

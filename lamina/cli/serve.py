@@ -1,111 +1,205 @@
-"""Loads a model and serves prompts, with progress on stderr: what `generate` and `demo` share."""
+"""`lamina serve`: the server that OpenAI's and Anthropic's clients speak to."""
 
+import argparse
+import asyncio
+import importlib.util
+import os
+import secrets
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lamina import Delta, RequestOutput, SamplingParams
 from lamina.base.config import EngineConfig
-from lamina.cli.options import Prompt
-from lamina.cli.stream import OutputStream, label
-from lamina.engine.engine import Engine, Group
-from lamina.engine.watch import MemoryReport, Speed, Watch
+from lamina.base.errors import ConfigError
+from lamina.base.sizes import parse_bytes
+from lamina.base.version import __version__
+from lamina.cli.options import add_common, add_engine, engine_config
+from lamina.cli.serve_table import LoadingBar, start_table
+from lamina.engine.locate import locate
+from lamina.engine.wire import Ready
+from lamina.server.auth import is_loopback, read_keys
+from lamina.server.settings import ServerSettings
+
+DESCRIPTION = """\
+Serves a model over HTTP: OpenAI's chat completions, completions and responses, Anthropic's
+messages, /tokenize, /health, /metrics, /v1/cache, and a page at /ui. Without MODEL_DIR a tiny
+model with random weights is made on the spot and kept, to try everything with.
+"""
+EPILOG = """\
+Examples:
+  lamina serve
+  lamina serve DIR --cache-bytes 8GiB --served-model-name my-model --api-key-file keys.txt --host 0.0.0.0
+
+SIGTERM or Ctrl-C: new requests get 503, running ones may end within --drain-seconds; again: at once.
+"""
+_NEEDED = ("starlette", "uvicorn", "zmq", "jinja2", "httptools")
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Everything that came of one run. Times in seconds; first_token_s counts from the first step."""
-
-    outputs: list[RequestOutput]
-    speed: Speed
-    memory: MemoryReport | None
-    load_s: float
-    first_token_s: float
-    total_s: float
-
-
-def load(config: EngineConfig, quiet: bool) -> tuple[Engine, float]:
-    """The engine and the seconds that loading took."""
-    start = time.perf_counter()
-    with _progress(quiet) as progress:
-        task = progress.add_task("loading weights", total=None)
-
-        def show(what: str) -> Callable[[int, int], None]:
-            return lambda done, total: progress.update(task, description=what, completed=done, total=total)
-
-        engine = Engine(config, show("loading weights"), show("compiling kernels, capturing graphs"))
-    return engine, time.perf_counter() - start
-
-
-def serve(
-    engine: Engine, load_s: float, prompts: Sequence[Prompt], params: SamplingParams, *,
-    out: TextIO | None, streams: bool, quiet: bool, counts_memory: bool, pictures: bool = False,
-) -> Served:  # fmt: skip
-    """Serves all prompts together, and writes their texts to `out` (None: nowhere), as they come if it streams.
-
-    Raises ConfigError or CapacityError, before anything is computed, if any prompt cannot be served.
-    """
-    for index, prompt in enumerate(prompts, start=1):
-        engine.check(prompt, params, f"prompt {index}")
-    watch = Watch(engine, counts_memory)
-    start = time.perf_counter()
-    groups = [engine.add(prompt, params, index) for index, prompt in enumerate(prompts)]
-    writer = None if out is None else OutputStream(out, _labels(groups), pictures)
-    first = 0.0
-    drawn = 0
-    streams = streams and writer is not None
-    with _progress(quiet or streams) as progress:
-        task = progress.add_task("generating tokens", total=sum(len(group.requests) for group in groups) * params.max_tokens)
-        while not all(group.is_finished and not group.deltas for group in groups):
-            deltas = [delta for group in groups for delta in engine.take(group)]
-            drawn += sum(len(delta.token_ids) for delta in deltas)
-            first = first or (time.perf_counter() - start if drawn else 0.0)
-            progress.update(task, completed=drawn)
-            if streams and writer is not None:
-                _write(writer, deltas, groups, engine.codec is not None)
-            if not deltas and not watch.step():
-                raise AssertionError("requests wait although nothing runs")
-    total = time.perf_counter() - start
-    if not streams and writer is not None:
-        for group in groups:
-            for output in group.output.outputs:
-                text = output.text if engine.codec is not None else _ids(output.token_ids)
-                writer.feed(_number(groups, group.prompt_index, output.index), text, True)
-    return Served([group.output for group in groups], watch.speed, watch.memory(), load_s, first, total)
-
-
-def _labels(groups: Sequence[Group]) -> list[str]:
-    return [
-        label(
-            group.prompt_index, len(groups), child, len(group.requests), group.output.prompt, len(group.output.prompt_token_ids)
-        )
-        for group in groups
-        for child in range(len(group.requests))
-    ]
-
-
-def _number(groups: Sequence[Group], prompt_index: int, child: int) -> int:
-    """The place of an output among all of them."""
-    return sum(len(group.requests) for group in groups[:prompt_index]) + child
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the command understands."""
+    default = ServerSettings()
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", nargs="?", help="a checkpoint, or a hub id org/name (default: a tiny model)"
+    )
+    group = parser.add_argument_group("where and for whom")
+    group.add_argument(
+        "--host", default=default.host, metavar="ADDRESS", help="listen here (default %(default)s: this machine only)"
+    )
+    group.add_argument("--port", type=int, default=default.port, metavar="N", help="0: any that is free (default %(default)s)")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; also LAMINA_API_KEY (default: none)")
+    group.add_argument("--allow-no-key", action="store_true", help="serve other machines without asking for a key")
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="name of the model, can be repeated (default: its directory's)",
+    )
+    group.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="web pages that may call (CORS), * for all (default: none)",
+    )
+    group.add_argument(
+        "--allow-host", action="append", default=[], metavar="NAME",
+        help="a Host name to accept besides localhost where no key is asked for",
+    )  # fmt: skip
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        default=default.max_queue,
+        metavar="N",
+        help="prompts in work at once; more get 429 (default %(default)s)",
+    )
+    group.add_argument(
+        "--max-requests", type=int, default=256, metavar="N", help="outputs computed at once (default %(default)s)"
+    )
+    group.add_argument(
+        "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest body of a request (default %(default)s)"
+    )
+    group.add_argument(
+        "--client-seconds", type=float, default=default.client_s, metavar="S",
+        help="time for a client to send a head or a body, or to read what waits for it (default %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=default.drain_s,
+        metavar="S",
+        help="time to end after SIGTERM (default %(default)s)",
+    )
+    group.add_argument(
+        "--stall-seconds", type=float, default=default.stall_s, metavar="S",
+        help="/health fails when work waits and no token moves for so long (default %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--salt-by-api-key", action="store_true", help="each API key has a cache of its own")
+    group.add_argument("--no-ui", action="store_true", help="no web page at /ui")
+    text = "a span for each request; OTEL_* variables say where to (needs lamina[otel])"
+    group.add_argument("--otel", action="store_true", help=text)
+    group.add_argument("--log-prompts", action="store_true", help="prompts and answers go to the log (with -v)")
+    group = parser.add_argument_group("chats")
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template (default: the model's own format)")
+    group.add_argument("--chat-format", choices=("dsml", "jinja"), help="how chats are written (default: by the model)")
+    group.add_argument(
+        "--raw-special-tokens", action="store_true", help="control tokens spelled in users' texts become control tokens"
+    )
+    add_engine(parser)
+    add_common(parser)
 
 
-def _write(writer: OutputStream, deltas: Sequence[Delta], groups: Sequence[Group], has_text: bool) -> None:
-    for delta in deltas:
-        text = delta.text if has_text else _ids(delta.token_ids)
-        writer.feed(_number(groups, delta.prompt_index, delta.index), text, delta.finish_reason is not None)
+def run(args: argparse.Namespace) -> int:
+    """Serves until it is told to end."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError("serve", f"without {', '.join(missing)}", "pip install 'lamina[serve]'")
+    from lamina.server.run import find_chat_format, listen, make_state, serve
+
+    settings = _settings(args)
+    console = Console(stderr=True, highlight=False)
+    is_tiny = args.model is None
+    directory = tiny_model(console, args.quiet) if is_tiny else locate(args.model)
+    args.model = str(directory)
+    config = _engine_config(args)
+    names = tuple(dict.fromkeys(args.served_model_name or [])) or (("tiny",) if is_tiny else (directory.name,))
+    settings = replace(settings, names=names)
+    chat = find_chat_format(directory, args.chat_template, args.chat_format)
+    listener = listen(settings)
+    with listener:
+        port = listener.getsockname()[1]
+        settings = replace(settings, port=port)
+        bar = LoadingBar(console, args.quiet)
+        state = make_state(settings, config, directory, chat)
+
+        def on_ready(ready: Ready) -> None:
+            bar.stop()
+            if not args.quiet:
+                start_table(console, ready, settings, config, None if chat is None else chat.name, is_tiny)
+            print(f"ready: {address_of(settings)}", file=sys.stderr, flush=True)
+
+        if not args.quiet:
+            print(f"lamina {__version__}: listening on {address_of(settings)}, loading {directory}", file=sys.stderr, flush=True)
+        try:
+            asyncio.run(serve(state, listener, bar.show, on_ready))
+        finally:
+            bar.stop()
+    if not args.quiet:
+        print("ended", file=sys.stderr, flush=True)
+    return 0
 
 
-def _ids(token_ids: Sequence[int]) -> str:
-    """Token ids where there is no tokenizer."""
-    return "".join(f"{token} " for token in token_ids)
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    """The server's settings. Raises ConfigError."""
+    keys = read_keys(args.api_key_file)
+    if not keys and not is_loopback(args.host) and not args.allow_no_key:
+        allowed = "a loopback address, or give --api-key-file (or LAMINA_API_KEY), or --allow-no-key"
+        raise ConfigError("host", args.host, allowed)
+    if args.salt_by_api_key and not keys:
+        raise ConfigError("salt_by_api_key", True, "an --api-key-file to tell keys apart")
+    for name, value, low, high in (
+        ("port", args.port, 0, 65_535), ("max_queue", args.max_queue, 1, 1_000_000),
+        ("drain_seconds", args.drain_seconds, 0, 86_400), ("stall_seconds", args.stall_seconds, 0.1, 86_400),
+        ("client_seconds", args.client_seconds, 0.1, 86_400),
+    ):  # fmt: skip
+        if not low <= value <= high:
+            raise ConfigError(name, value, f"{low} to {high}")
+    for name in args.served_model_name or ():
+        if not name or len(name) > 256 or not name.isprintable():
+            raise ConfigError("served_model_name", name, "1 to 256 printable characters")
+    return ServerSettings(
+        host=args.host, port=args.port, api_keys=keys, max_queue=args.max_queue,
+        max_body_bytes=parse_bytes(args.max_body_bytes, "max_body_bytes"),
+        client_s=args.client_seconds, drain_s=args.drain_seconds, stall_s=args.stall_seconds,
+        raw_special_tokens=args.raw_special_tokens, salt_by_api_key=args.salt_by_api_key,
+        salt_secret=secrets.token_bytes(32), log_prompts=args.log_prompts, allow_origins=tuple(args.allow_origin),
+        allow_hosts=tuple(name.lower() for name in args.allow_host), has_ui=not args.no_ui, has_traces=args.otel,
+    )  # fmt: skip
 
 
-def _progress(quiet: bool) -> Progress:
-    """A bar on stderr that vanishes when it is done; nothing where stderr is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty())
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    return replace(engine_config(args), max_requests=args.max_requests)
+
+
+def address_of(settings: ServerSettings) -> str:
+    """The server's URL."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{settings.port}"
+
+
+def tiny_model(console: Console, quiet: bool) -> Path:
+    """The tiny model's directory, made on first use in a process of its own (which needs torch; this one does not)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "lamina" / f"tiny-flash-{__version__}"
+    if (directory / "config.json").is_file():
+        return directory
+    if not quiet:
+        console.print(f"making a tiny model with random weights in {directory}", soft_wrap=True)
+    command = [sys.executable, "-m", "lamina", "tiny", str(directory), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and not (directory / "config.json").is_file():  # another process may have been faster
+        raise ConfigError("model", str(directory), f"a place for the tiny model ({done.stderr.strip() or 'it was not written'})")
+    return directory

@@ -5,8 +5,8 @@ from typing import TextIO
 
 _MAX_LABEL = 48
 #: control characters other than tab and newline, shown as their pictures where they could command a terminal
-_PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
-_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+PICTURES = {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
+PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class OutputStream:
@@ -51,7 +51,7 @@ class OutputStream:
 
     def _write(self, text: str) -> None:
         if text:
-            self._out.write(text.translate(_PICTURES) if self._pictures else text)
+            self._out.write(text.translate(PICTURES) if self._pictures else text)
             self._ends_line = text.endswith("\n")
 
     def _end_line(self) -> None:
@@ -65,6 +65,6 @@ def label(prompt_index: int, num_prompts: int, child: int, n: int, prompt: str |
     text += f" ({num_tokens:,} token{'s' * (num_tokens != 1)})"
     if prompt is None:
         return text
-    start = " ".join(prompt[: 4 * _MAX_LABEL].split()).translate(_PICTURES)
+    start = " ".join(prompt[: 4 * _MAX_LABEL].split()).translate(PICTURES)
     cut = start[:_MAX_LABEL] + "..." if len(start) > _MAX_LABEL or len(prompt) > 4 * _MAX_LABEL else start
     return f'{text}: "{cut}"'

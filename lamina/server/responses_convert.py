@@ -1,0 +1,232 @@
+"""Between the responses protocol and a chat: items become messages, what was asked for becomes options."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from lamina.chat.records import Json, Message, Role, Tool, ToolCall, ToolChoice
+from lamina.server.errors import ApiError, invalid, unsupported
+from lamina.server.messages_convert import tool_name
+from lamina.server.responses_events import unseal
+from lamina.server.responses_schema import (
+    CallItem,
+    FormatEcho,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    ResponsesRequest,
+    TextFormat,
+    ToolPick,
+)
+
+_ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "developer"}
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An assistant's turn while its items are gathered."""
+
+    content: str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def close(self) -> list[Message]:
+        if self.content is None and not self.reasoning and not self.calls:
+            return []
+        return [Message("assistant", self.content or "", "\n\n".join(self.reasoning), tuple(self.calls))]
+
+
+def to_messages(request: ResponsesRequest, history: Sequence[Message] = ()) -> tuple[Message, ...]:
+    """The messages of this request's input, without its instructions and without `history`, the turns before it.
+
+    An assistant's thoughts, text and calls that follow each other are one turn. Raises ApiError naming the item.
+    """
+    if request.input is None:
+        raise ApiError(400, "input is missing: a text or a list of items", "input", "missing_field")
+    if isinstance(request.input, str):
+        return (Message("user", request.input),)
+    messages: list[Message] = []
+    turn = _Turn()
+    names = {call.id: call.name for message in history for call in message.tool_calls}
+    for position, item in enumerate(request.input):
+        at = f"input[{position}]"
+        is_assistants = item.type in ("reasoning", "function_call") or (item.type == "message" and item.role == "assistant")
+        if not is_assistants:
+            messages += turn.close()
+            turn = _Turn()
+        match item.type:
+            case "message" if is_assistants:
+                if turn.content is not None or turn.calls:
+                    messages += turn.close()
+                    turn = _Turn()
+                turn.content = _text(item.content, f"{at}.content")
+            case "message":
+                role = _ROLES.get(item.role or "")
+                if role is None:
+                    raise invalid(f"{at}.role", item.role, ", ".join(_ROLES))
+                messages.append(Message(role, _text(item.content, f"{at}.content")))
+            case "reasoning":
+                if turn.content is not None or turn.calls:
+                    messages += turn.close()
+                    turn = _Turn()
+                turn.reasoning += _thoughts(item, at)
+            case "function_call":
+                call = ToolCall(_given(item.call_id, f"{at}.call_id"), _given(item.name, f"{at}.name"), item.arguments or "{}")
+                names[call.id] = call.name
+                turn.calls.append(call)
+            case "function_call_output":
+                call_id = _given(item.call_id, f"{at}.call_id")
+                if call_id not in names:
+                    raise invalid(f"{at}.call_id", call_id, "the call_id of a function_call before it")
+                text = _text(item.output, f"{at}.output")
+                messages.append(Message("tool", text, tool_call_id=call_id, name=names[call_id]))
+            case _:
+                raise invalid(f"{at}.type", item.type, "message, function_call, function_call_output, reasoning")
+    messages += turn.close()
+    if not messages and not history:
+        raise invalid("input", [], "at least one item")
+    return tuple(messages)
+
+
+def answer_messages(output: Sequence[OutputItem]) -> tuple[Message, ...]:
+    """A response's output as the assistant's turn that a next response goes on from. Calls that were cut off are left out."""
+    turn = _Turn()
+    for item in output:
+        match item:
+            case ReasoningItem():
+                turn.reasoning += [part.text for part in item.content]
+            case MessageItem():
+                turn.content = (turn.content or "") + "".join(part.text for part in item.content)
+            case CallItem() if item.status == "completed":
+                turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            case _:
+                pass
+    return tuple(turn.close())
+
+
+def to_tools(request: ResponsesRequest) -> tuple[Tool, ...]:
+    """The functions that the model may call. Raises ApiError naming a tool of another type."""
+    tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(request.tools or ())]
+    names = [tool.name for tool in tools]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise invalid(f"tools[{position}].name", name, "each name once")
+    picked = request.tool_choice
+    if isinstance(picked, ToolPick) and picked.type == "allowed_tools":
+        allowed = _allowed(picked, names)
+        return tuple(tool for tool in tools if tool.name in allowed)
+    return tuple(tools)
+
+
+def to_choice(request: ResponsesRequest) -> ToolChoice:
+    """Whether and what the model has to call. Raises ApiError naming the field."""
+    picked = request.tool_choice
+    if isinstance(picked, ToolPick):
+        if picked.type == "allowed_tools":
+            return ToolChoice("required" if picked.mode == "required" else "auto")
+        if picked.type != "function":
+            raise invalid("tool_choice.type", picked.type, "function or allowed_tools")
+        name = _given(picked.name, "tool_choice.name")
+        names = [tool.name for tool in request.tools or ()]
+        if name not in names:
+            raise invalid(
+                "tool_choice.name", name, f"one of the tools: {', '.join(str(one) for one in names) or 'there are none'}"
+            )
+        return ToolChoice("named", name)
+    if picked == "required" and not request.tools:
+        raise invalid("tool_choice", picked, "auto or none where there are no tools")
+    return ToolChoice(picked or "auto")
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raises ApiError (400) naming the first field that asks for what is not served."""
+    if request.truncation not in (None, "disabled"):
+        raise invalid("truncation", request.truncation, "disabled")
+    if request.background:
+        raise unsupported("background", "responses in the background are")
+    if request.conversation is not None:
+        raise unsupported("conversation", "conversations are")
+    if request.prompt is not None:
+        raise unsupported("prompt", "stored prompts are")
+    form = request.text.format if request.text else None
+    if form is not None:
+        if form.type not in ("text", "json_object", "json_schema"):
+            raise invalid("text.format.type", form.type, "text, json_object, json_schema")
+        if form.type == "json_schema" and form.schema is None:
+            raise invalid("text.format.schema", None, "a JSON schema")
+
+
+def schema_of(form: TextFormat | None) -> Mapping[str, Json] | None:
+    """The JSON schema that is shown to the model; None: there is none."""
+    return cast(Mapping[str, Json], form.schema) if form is not None and form.type == "json_schema" else None
+
+
+def format_echo(form: TextFormat | None) -> FormatEcho:
+    """The form of the text as the response tells it."""
+    if form is None or form.type != "json_schema":
+        return FormatEcho(form.type if form else "text")
+    echo = FormatEcho(form.type, form.name or "schema", form.schema or {}, strict=bool(form.strict))
+    return echo if form.description is None else FormatEcho(echo.type, echo.name, echo.schema, form.description, echo.strict)
+
+
+def _tool(tool: FunctionTool, at: str) -> Tool:
+    if tool.type != "function":
+        raise invalid(f"{at}.type", tool.type, "function")
+    name = tool_name(_given(tool.name, f"{at}.name"), f"{at}.name")
+    record: dict[str, Json] = {"name": name}
+    if tool.description is not None:
+        record["description"] = tool.description
+    if tool.parameters is not None:
+        record["parameters"] = cast(Json, tool.parameters)
+    return Tool(name, record, bool(tool.strict))
+
+
+def _allowed(picked: ToolPick, names: Sequence[str]) -> set[str]:
+    found = set()
+    for position, one in enumerate(picked.tools or ()):
+        if one.type != "function":
+            raise invalid(f"tool_choice.tools[{position}].type", one.type, "function")
+        if one.name not in names:
+            raise invalid(f"tool_choice.tools[{position}].name", one.name, "the name of one of the tools")
+        found.add(one.name)
+    if not found:
+        raise invalid("tool_choice.tools", [], "at least one tool")
+    return {str(name) for name in found}
+
+
+def _text(content: str | Sequence[InputPart] | None, at: str) -> str:
+    """A content's text; parts are joined by a line break."""
+    if content is None:
+        raise ApiError(400, f"{at} is missing: a text or a list of parts", at, "missing_field")
+    if isinstance(content, str):
+        return content
+    texts = []
+    for position, part in enumerate(content):
+        if part.type == "refusal":
+            texts.append(part.refusal or part.text or "")
+        elif part.type in _TEXT_PARTS:
+            texts.append(_given(part.text, f"{at}[{position}].text", may_be_empty=True))
+        else:
+            raise invalid(f"{at}[{position}].type", part.type, "input_text, output_text, refusal (this server reads text only)")
+    return "\n".join(texts)
+
+
+def _thoughts(item: InputItem, at: str) -> list[str]:
+    """The thoughts of a reasoning item: its content, else what we sealed, else its summary."""
+    if item.content:
+        return [_text(item.content, f"{at}.content")]
+    if item.encrypted_content is not None:
+        sealed = unseal(item.encrypted_content)
+        if sealed is not None:
+            return [sealed]
+    return [_text(item.summary, f"{at}.summary")] if item.summary else []
+
+
+def _given(text: str | None, at: str, *, may_be_empty: bool = False) -> str:
+    if text is None or not (text or may_be_empty):
+        raise ApiError(400, f"{at} is missing: a text", at, "missing_field")
+    return text

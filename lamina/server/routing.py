@@ -1,0 +1,27 @@
+"""How an endpoint is registered."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class _Endpoint:
+    """A handler as an ASGI application that tells the door its route."""
+
+    def __init__(self, path: str, handler: Handler) -> None:
+        self._path = path
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["lamina_route"] = self._path
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def route(path: str, handler: Handler, methods: Sequence[str] = ("GET",)) -> Route:
+    """A route. The handler gives an ASGI answer, or raises ApiError, ConfigError, EngineRefused or EngineGone."""
+    return Route(path, _Endpoint(path, handler), methods=list(methods))
