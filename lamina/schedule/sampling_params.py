@@ -144,7 +144,7 @@ class SamplingParams:
 
 
 def _integer(field: str, value: object, allowed: str, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise ConfigError(field, value, allowed)
     number = int(value)
     if number < low or (high is not None and number > high):
@@ -155,7 +155,7 @@ def _integer(field: str, value: object, allowed: str, low: int, high: int | None
 def _real(
     field: str, value: object, allowed: str, *, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise ConfigError(field, value, allowed)
     try:
         number = float(value)
