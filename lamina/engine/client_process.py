@@ -195,8 +195,9 @@ def _make_folder() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """The same, with the place that this package came from."""
-    found = dict(os.environ)
+    """The same, with the place that this package came from. Threads of products wait asleep unless the user says otherwise:
+    on cores that the server's process uses too, ones that spin slow a small model down many times."""
+    found = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):
         found["PYTHONPATH"] = os.pathsep.join([str(home), *filter(None, [found.get("PYTHONPATH")])])

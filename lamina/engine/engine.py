@@ -160,11 +160,12 @@ class Engine:
 
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "",
-        priority: int = 0, owner: str = "", grammar: CompiledGrammar | None = None,
+        priority: int = 0, owner: str = "", grammar: CompiledGrammar | None = None, keep_at: int | None = None,
     ) -> Group:  # fmt: skip
         """Queues a prompt; `step` then makes progress on it. Raises as `check`.
 
         priority  lower comes first.   owner  shown with what it leaves in the cache.   grammar  what each output must match.
+        keep_at   tokens of the prompt that the next turn of a chat will share: also kept as a point to resume from.
         """
         ids = self.check(prompt, params)
         with self._lock, deferred_interrupts():
@@ -188,6 +189,7 @@ class Engine:
                     id=self._next_id, name=f"{group.id}.{child}", prompt=shared, params=params, seed=seed, max_new=max_new,
                     stop_ids=stop_ids, salt=cache_salt, child=child, parent=group.requests[0] if child else None,
                     priority=priority, owner=owner, grammar=None if grammar is None else grammar.start(stop_ids),
+                    keep_at=keep_at,
                 )  # fmt: skip
                 self._next_id += 1
                 group.requests.append(request)

@@ -107,8 +107,9 @@ class Desk:
         """Gives a prompt to the engine."""
         submit = live.submit
         group = live.group = self._engine.add(
-            live.prompt, live.params, cache_salt=submit.cache_salt, priority=submit.priority, owner=submit.owner, grammar=grammar
-        )
+            live.prompt, live.params, cache_salt=submit.cache_salt, priority=submit.priority, owner=submit.owner, grammar=grammar,
+            keep_at=submit.keep_at,
+        )  # fmt: skip
         for request in group.requests:
             self._owners[request.id] = live
             self._times[request.id] = _Times()

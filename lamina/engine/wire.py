@@ -55,6 +55,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
     priority  lower comes first, as in vLLM; waiting lowers it.   deadline_s  from now; it then ends with "deadline".
     owner     shown with what it leaves in the cache, never a secret.
+    keep_at   tokens of the prompt that the next turn of the chat will share.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     deadline_s: float | None = None
     grammar: Grammar | None = None
     owner: str = ""
+    keep_at: int | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

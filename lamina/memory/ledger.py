@@ -324,8 +324,8 @@ class Ledger:
         if lease.state == CLOSING and not lease.in_flight:
             self._close(lease)
 
-    def checkpoint(self, lease: Lease) -> bool:
-        """Freezes a copy of the slot at the planned position; it can be hit once commit has reached that position.
+    def checkpoint(self, lease: Lease, lasts: bool = False) -> bool:
+        """Freezes a copy of the slot at the planned position; hits find it once commit is there. lasts  see Checkpoint.
 
         False where the model needs none, nothing has been computed, one is there already, the slot is being rebuilt, the
         lease's blocks are not in the index (twins not adopted), or no page can be had beyond what admitted prefills lack.
@@ -345,7 +345,7 @@ class Ledger:
         pages = tuple(self.arena.take_for_cache() for _ in range(count))
         tails = self._windows.frozen(lease, position)
         made = self.index.add_pending(position, pages, self._publisher.open_page(lease, position), self._clock, tails)
-        made.uses, made.owner = int(position == lease.junction), lease.owner  # a second request has just come by
+        made.uses, made.owner, made.is_lasting = int(position == lease.junction), lease.owner, lasts  # a second one has come by
         if pages:
             self._outbox.append((SaveSlot(lease.slot, pages, position), made))
         lease._pending.append(made)

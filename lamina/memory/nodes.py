@@ -64,12 +64,13 @@ class Checkpoint:
     was_read   an order that reads it has been given, so the order that writes it must stay.
     saves      tokens that would be recomputed without it.   carries  pages of blocks that are of no use without it.
     is_superseded  a later one on its path has taken its place.
+    is_lasting  it stands where the next turn of a chat will part from this one: only another such one takes its place.
     key        128 bits over the node's key and the tail.   owner  whose request made it.   kept  pins of users.
     """
 
     __slots__ = (
-        "carries", "is_superseded", "kept", "key", "node", "open_page", "owner", "pages", "pins", "position", "queued", "saves",
-        "stamp", "state", "tail", "tails", "uses", "was_read",
+        "carries", "is_lasting", "is_superseded", "kept", "key", "node", "open_page", "owner", "pages", "pins", "position",
+        "queued", "saves", "stamp", "state", "tail", "tails", "uses", "was_read",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +91,7 @@ class Checkpoint:
         self.saves = position
         self.carries = 0
         self.is_superseded = False
+        self.is_lasting = False
         self.key = b""
         self.owner = ""
         self.kept = 0

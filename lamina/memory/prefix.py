@@ -366,7 +366,7 @@ class PrefixIndex:
     def _supersede(self, checkpoint: Checkpoint, node: Node) -> None:
         """Says what a new checkpoint saves over the ones before it on its path, and that the last of these is replaced.
 
-        That one counts no longer, unless several requests went on from it.
+        That one counts no longer, unless several requests went on from it, or it was made to last and this one was not.
         """
         before = self._before(checkpoint, node, 0)
         base, least = before, max(0.0, checkpoint.position - self.layout.replay)  # what lies further back saves no more
@@ -377,7 +377,7 @@ class PrefixIndex:
         checkpoint.saves = int(min(checkpoint.position - start, self.layout.replay))
         if math.isinf(self.layout.replay) and self.layout.has_logs:
             checkpoint.carries = node.depth - start // self.layout.block_tokens
-        if before is not None:
+        if before is not None and (checkpoint.is_lasting or not before.is_lasting):
             before.is_superseded = True
             if before.queued >= 0:
                 self._queue.offer(before)

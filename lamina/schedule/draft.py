@@ -45,7 +45,7 @@ class Draft:
         self.slices: list[Slice] = []
         self.samples: list[Sample] = []
         self.flight = Flight([], [])
-        self.checkpoints: list[Lease] = []
+        self.checkpoints: list[tuple[Lease, bool]] = []  # and whether it is made to last
         self.planned: set[int] = set()
 
     def spread(self) -> None:

@@ -33,6 +33,7 @@ class Request:
              it as there was no memory for it.   refused_room, asked_at  pages there were, and the step, when it was last asked.
     expected_hit  tokens that a lookup found while it waited; -1: none was made.
     grammar  what its output must match; None: anything.
+    keep_at  tokens of the prompt after which the next turn of a chat will differ: a point to resume from is kept there.
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -67,6 +68,7 @@ class Request:
     asked_at: int = 0
     expected_hit: int = -1
     grammar: GrammarState | None = None
+    keep_at: int | None = None
     looks_at_ids: bool = field(init=False)  # drawing needs to know what was drawn before
     awaits_ids: bool = field(init=False)  # the next token cannot be planned before the last one is known here
 

@@ -156,8 +156,8 @@ class Scheduler:
         if prefills or (admits and self.waiting):
             self._plan_prefills(prefills, admits, draft)
         before = self.ledger.take_orders()
-        for lease in draft.checkpoints:
-            self.ledger.checkpoint(lease)
+        for lease, lasts in draft.checkpoints:
+            self.ledger.checkpoint(lease, lasts)
         after = self.ledger.take_orders()
         if not draft.flight.slices and not draft.flight.samples and not before:
             return None
@@ -399,7 +399,7 @@ class Scheduler:
         stop = min(len(request.tokens) + request.num_pending, position + budget)
         if stop - position > 1:  # one token crosses no cut
             cuts = [len(request.prompt)] if not request.has_prompt_checkpoint else []
-            cuts += [lease.junction] if lease.junction is not None else []
+            cuts += [cut for cut in (lease.junction, request.keep_at) if cut is not None]
             cuts += [lease.write_from] if lease.valid_from else []
             if self.checkpoint_interval is not None:
                 cuts.append((position // self.checkpoint_interval + 1) * self.checkpoint_interval)
@@ -559,10 +559,12 @@ class Scheduler:
         request.peak_position = max(request.peak_position, stop)
         if stop == num_prompt:
             if not request.has_prompt_checkpoint and count:
-                draft.checkpoints.append(lease)
+                draft.checkpoints.append((lease, False))
             request.has_prompt_checkpoint = True
+        elif stop == request.keep_at:
+            draft.checkpoints.append((lease, True))
         elif stop == lease.junction or (self.checkpoint_interval is not None and stop % self.checkpoint_interval == 0):
-            draft.checkpoints.append(lease)
+            draft.checkpoints.append((lease, False))
         if stop == known:
             draft.samples.append(self._sample(request, index, slot))
             draft.flight.samples.append((request, lease))

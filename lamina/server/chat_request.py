@@ -59,7 +59,7 @@ def to_ask(
         skip_special_tokens=extras.skip_special_tokens, stop_in_reasoning=extras.stop_in_reasoning, grammar=grammar,
         grammar_field="tools" if extras.grammar is None else extras.grammar_field,
         priority=extras.priority, deadline_s=extras.deadline_s, cache_salt=extras.cache_salt, owner=extras.owner,
-        parser_of=lambda: chat.parser(options, rendered.is_thinking),
+        parser_of=lambda: chat.parser(options, rendered.is_thinking), keep_at=_shared_tokens(state, rendered, ids),
     )  # fmt: skip
 
 
@@ -87,6 +87,16 @@ def _grammar(state: ServerState, options: ChatOptions, rendered: Rendered, wante
             raise unsupported("tool_choice", f"a call that must be made is, in chats of the format {chat.name!r},")
         return None
     return Grammar(found.kind, found.value, after)
+
+
+def _shared_tokens(state: ServerState, rendered: Rendered, ids: Sequence[int]) -> int | None:
+    """Tokens of the prompt that the chat's next turn will have too: all before the last control token, which opens the thoughts.
+
+    None where the answer does not begin with thoughts: then the next turn has the whole prompt.
+    """
+    if not rendered.is_thinking or state.codec is None:
+        return None
+    return next((place for place in reversed(range(1, len(ids))) if state.codec.is_added(ids[place])), None)
 
 
 def replace_after(grammar: Grammar, after: int | None) -> Grammar:

@@ -37,7 +37,7 @@ class Ask:
     """A prompt and what is wanted. parser_of  a fresh reader for each output; None: all of the text is content.
 
     grammar_field  the request's field that the grammar came from.   stop_in_reasoning  stop strings also look at thoughts.
-    is_drawn  False: max_tokens was 0, what is drawn is thrown away.
+    is_drawn  False: max_tokens was 0, what is drawn is thrown away.   keep_at  see wire.Submit.
     """
 
     prompt_ids: list[int]
@@ -54,6 +54,7 @@ class Ask:
     owner: str = ""
     parser_of: Callable[[], OutputParser] | None = None
     is_drawn: bool = True
+    keep_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,8 @@ class Generation:
                 prompt.byteswap()
             self._stream = server.client.submit(
                 Submit(
-                    self.id, prompt.tobytes(), ask.sampling, ask.cache_salt, ask.priority, ask.deadline_s, ask.grammar, ask.owner
+                    self.id, prompt.tobytes(), ask.sampling, ask.cache_salt, ask.priority, ask.deadline_s, ask.grammar, ask.owner,
+                    ask.keep_at,
                 )
             )
         except BaseException:

@@ -250,3 +250,22 @@ def test_a_key_that_is_not_there(key: str) -> None:
     for change in (kept.pin, kept.unpin, kept.drop):
         with pytest.raises(ConfigError, match=r"^key="):
             change(run.ledger, key)
+
+
+def test_only_another_lasting_checkpoint_replaces_a_lasting_one() -> None:
+    """Where the next turn of a chat parts from this one: the ends of prompt and answer lie behind it and are of less use."""
+    trial = Kept()
+    lease = trial.start([*range(1, 41)], max_new=30)
+    for stop, lasts in ((30, True), (40, False), (60, False)):
+        trial.compute(lease, stop)
+        trial.ledger.checkpoint(lease, lasts)
+        trial.ledger.commit(lease, [])
+    trial.ledger.finish(lease)
+    assert {one.position: one.is_superseded for one in trial.ledger.all_checkpoints()} == {30: False, 40: True, 60: False}
+    lease = trial.start([*range(1, 31), *range(60, 80)])
+    trial.compute(lease, 45)
+    trial.ledger.checkpoint(lease, True)
+    trial.ledger.commit(lease, [])
+    trial.compute(lease, 50)
+    trial.ledger.finish(lease)
+    assert {one.position for one in trial.ledger.all_checkpoints() if one.is_superseded} == {30, 40}
