@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(next((word for word in given if word in COMMANDS), ""))
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        prog = "lamina" if args.command is None else f"lamina {args.command}"
+        _Parser(prog=prog).error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command is None:
         parser.error(f"a command is needed: {', '.join(COMMANDS)}")
     try:

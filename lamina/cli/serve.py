@@ -49,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--host", default=default.host, metavar="ADDRESS", help="listen here (default %(default)s: this machine only)"
     )
     group.add_argument("--port", type=int, default=default.port, metavar="N", help="0: any that is free (default %(default)s)")
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; also LAMINA_API_KEY (default: none)")
+    text = "keys, one a line, 8 characters or more; also LAMINA_API_KEY (default: none)"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
     group.add_argument("--allow-no-key", action="store_true", help="serve other machines without asking for a key")
     group.add_argument(
         "--served-model-name",
@@ -62,11 +63,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="web pages that may call (CORS), * for all (default: none)",
+        help="web pages that may call (CORS), * for all, can be repeated (default: none)",
     )
     group.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME",
-        help="a Host name to accept besides localhost where no key is asked for",
+        help="a Host name to accept besides localhost where no key is asked for, can be repeated",
     )  # fmt: skip
     group = parser.add_argument_group("requests")
     group.add_argument(

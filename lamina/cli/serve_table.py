@@ -59,7 +59,7 @@ def start_table(
     facts.add_row("block, slot", f"{ready.block_tokens} tokens, {ready.slot_pages} pages a running request")
     facts.add_row("longest request", f"{ready.max_model_len:,} tokens, prompt and answer")
     facts.add_row("a step", f"{ready.max_step_tokens:,} tokens, {ready.max_requests:,} requests at most")
-    facts.add_row("prefix hits", f"{ready.hit_granularity} (replay of {ready.replay_tokens:,} tokens at most)")
+    facts.add_row("prefix hits", ready.hit_granularity)
     facts.add_row("formats", f"cache {config.cache_format}, index {config.index_format}, deterministic={config.deterministic}")
     facts.add_row("device, ops", f"{ready.device}: {_ops(ready)}")
     facts.add_row("chat format", chat_format or "none: only /v1/completions")
@@ -67,7 +67,7 @@ def start_table(
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{settings.port}"
     facts.add_row("address", f"{url}/v1" + ("" if settings.api_keys else "   (no API key is asked for)"))
-    facts.add_row("look", f"{url}/ui   {url}/docs   {url}/metrics")
+    facts.add_row("look", (f"{url}/ui   " if settings.has_ui else "") + f"{url}/docs   {url}/metrics")
     console.print(facts, soft_wrap=True)
 
 
@@ -81,7 +81,8 @@ def _ops(ready: Ready) -> str:
     """The implementation of each op, those that are alike together."""
     by_choice: dict[str, list[str]] = {}
     for name, choice in ready.ops:
-        by_choice.setdefault(choice, []).append(name)
+        op, _, what = name.partition(", ")
+        by_choice.setdefault(choice, []).append(f"{op} ({what})" if what else op)
     return "; ".join(f"{choice} for {', '.join(names)}" for choice, names in by_choice.items())
 
 

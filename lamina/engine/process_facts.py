@@ -48,7 +48,7 @@ def hit_granularity(layout: Layout) -> str:
     where = "any token at which a prompt or an answer ended, and where prompts parted"
     if math.isinf(layout.replay):
         return f"{where}; nothing between them"
-    return f"{where}; between them every {size} tokens, after {int(layout.replay)} tokens are replayed"
+    return f"{where}; between them every {size} tokens, by computing up to {int(layout.replay):,} tokens before again"
 
 
 def _model_type(engine: Engine) -> str:

@@ -1,15 +1,18 @@
 """Which chat format a checkpoint has. Needs no torch."""
 
+import logging
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from lamina.base.errors import ConfigError
+from lamina.base.log import event, get_logger
 from lamina.chat.dsml import APRIL_EFFORTS, LATER_EFFORTS, DsmlFormat
 from lamina.chat.formats import ChatFormat
 from lamina.chat.jinja import JinjaFormat
 
+_LOG = get_logger(__name__)
 _DSML_MODELS = frozenset({"deepseek_v4"})
 _T = TypeVar("_T", bound=msgspec.Struct)
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -68,6 +71,8 @@ def chat_format(
         raise ConfigError("chat_format", name, "dsml or jinja")
     tokens = frozenset(added_tokens(directory))
     if chat_template is None and (name == "dsml" or (name is None and model_type in _DSML_MODELS)):
+        if tokens and "<｜User｜>" not in tokens:
+            event(_LOG, "chat_format", logging.WARNING, name="dsml", why="the tokenizer has not its control tokens: spelled")
         is_later = _read(directory / "config.json", _Config()).dspark_block_size is not None
         return DsmlFormat(LATER_EFFORTS if is_later else APRIL_EFFORTS, has_think_tokens=not tokens or "</think>" in tokens)
     config = _read(directory / "tokenizer_config.json", _TokenizerConfig())
@@ -76,7 +81,12 @@ def chat_format(
         if name == "jinja":
             raise ConfigError("chat_format", name, f"dsml, as {directory} holds no template, or --chat-template FILE")
         return None
-    return JinjaFormat(templates, _special_texts(config), tokens)
+    try:
+        return JinjaFormat(templates, _special_texts(config), tokens)
+    except ConfigError as error:
+        if chat_template is None:
+            raise
+        raise ConfigError("chat_template", str(chat_template), error.allowed) from None
 
 
 def _templates(directory: Path, config: _TokenizerConfig) -> dict[str, str]:

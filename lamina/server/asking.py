@@ -9,8 +9,23 @@ from lamina.server import limits
 from lamina.server.body import state_of
 from lamina.server.chat_request import Extras, salt_of
 from lamina.server.errors import ApiError, invalid
-from lamina.server.schema import ResponseFormat, SamplingFields, StructuredOutputs
+from lamina.server.schema import JsonObject, ResponseFormat, SamplingFields, StructuredOutputs
 from lamina.server.state import ServerState
+
+
+class _OlderStructure(msgspec.Struct):
+    """A text that begins a tag, what stands in it, and the text that ends it."""
+
+    begin: str
+    schema: JsonObject | bool
+    end: str
+
+
+class _OlderTag(msgspec.Struct):
+    """A structural tag as vLLM wrote it before `format`: a trigger opens one of the structures."""
+
+    structures: list[_OlderStructure]
+    triggers: list[str]
 
 
 def sampling_params(
@@ -22,6 +37,8 @@ def sampling_params(
     def or_else(value: float | None, default: float) -> float:
         return default if value is None else value
 
+    if given.logit_bias is not None and len(given.logit_bias) > limits.MAX_BIASES:
+        raise invalid("logit_bias", f"{len(given.logit_bias)} entries", f"at most {limits.MAX_BIASES}")
     params = SamplingParams(
         n=given.n or 1, max_tokens=max_tokens, min_tokens=given.min_tokens or 0, temperature=or_else(given.temperature, 1.0),
         top_p=or_else(given.top_p, 1.0), top_k=given.top_k or 0, min_p=or_else(given.min_p, 0.0), seed=given.seed,
@@ -30,8 +47,6 @@ def sampling_params(
         presence_penalty=or_else(given.presence_penalty, 0.0), frequency_penalty=or_else(given.frequency_penalty, 0.0),
         repetition_penalty=or_else(given.repetition_penalty, 1.0), logit_bias=given.logit_bias,
     )  # fmt: skip
-    if given.logit_bias is not None and len(given.logit_bias) > limits.MAX_BIASES:
-        raise invalid("logit_bias", f"{len(given.logit_bias)} entries", f"at most {limits.MAX_BIASES}")
     params.validate_for_vocab(state.ready.vocab_size)
     return params
 
@@ -84,7 +99,7 @@ def _structured(given: StructuredOutputs) -> list[tuple[str, Grammar]]:
     if given.json_object:
         found.append(("json_object", Grammar("json_object", "")))
     if given.structural_tag is not None:
-        found.append(("structural_tag", Grammar("structural_tag", _json(given.structural_tag, "structural_tag"))))
+        found.append(("structural_tag", _structural_tag(given.structural_tag, "structural_tag")))
     return found
 
 
@@ -108,7 +123,30 @@ def response_grammar(wanted: ResponseFormat) -> Grammar | None:
                 raise ApiError(400, "response_format.grammar is required", "response_format.grammar", "missing_field")
             return Grammar("ebnf", wanted.grammar)
         case "structural_tag":
-            return Grammar("structural_tag", _json(wanted, "response_format"))
+            parts: JsonObject = {"format": wanted.format, "structures": wanted.structures, "triggers": wanted.triggers}
+            return _structural_tag({name: value for name, value in parts.items() if value is not None}, "response_format")
+
+
+def _structural_tag(given: JsonObject | str, field: str) -> Grammar:
+    """The grammar of a tag with {"format"}, or with the older {"structures", "triggers"}, which say the same."""
+    try:
+        tag = msgspec.json.decode(given) if isinstance(given, str) else given
+    except (msgspec.DecodeError, RecursionError):
+        tag = given  # the engine's checks say what is wrong with it
+    if not isinstance(tag, dict):
+        return Grammar("structural_tag", _json(given, field))
+    if "structures" in tag:
+        try:
+            older = msgspec.convert(tag, _OlderTag)
+        except msgspec.ValidationError as error:
+            raise invalid(field, given, str(error).replace("`", "")) from None
+        tags = [
+            {"type": "tag", "begin": one.begin, "end": one.end, "content": {"type": "json_schema", "json_schema": one.schema}}
+            for one in older.structures
+        ]
+        tag = {"format": {"type": "triggered_tags", "triggers": older.triggers, "tags": tags}}
+    tag = {**tag, "type": "structural_tag"}
+    return Grammar("structural_tag", _json(tag, field))
 
 
 def _json(value: object, field: str) -> str:

@@ -257,7 +257,7 @@ class Metrics(Collector):
     def _labelled(self, name: str, words: str, label: str | None, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(name, words, labels=["model_name", *([label] if label else [])])
         for key, value in sorted(values.items()):
-            family.add_metric([self.model, *([key.replace(" ", "_")] if label else [])], value)
+            family.add_metric([self.model, *([key.replace(" ", "_").replace("-", "_")] if label else [])], value)
         return family
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:

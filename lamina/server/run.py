@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import signal
 import socket
@@ -64,7 +65,9 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError("host and port", f"{settings.host}:{settings.port}", f"an address that is free ({error})") from None
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError("port", settings.port, f"one that is free on {settings.host}; 0 takes any") from None
+        raise ConfigError("host", settings.host, f"an address of this machine, with port {settings.port} ({error})") from None
     listener.setblocking(False)
     return listener
 

@@ -229,6 +229,23 @@ def test_every_spelling_of_a_schema(server: Served, where: str) -> None:
     assert choice.finish_reason == "stop" and set(json.loads(choice.message.content or "")) == {"name", "size"}
 
 
+@pytest.mark.parametrize("where", ["response_format", "structured_outputs", "a text"])
+def test_the_older_spelling_of_a_structural_tag(server: Served, where: str) -> None:
+    """The bias writes "=" and then "!" again and again: between them there must be the digit that the schema asks for."""
+    digit = {"type": "integer", "minimum": 1, "maximum": 9}
+    tag: dict[str, object] = {"structures": [{"begin": "=", "schema": digit, "end": "!"}], "triggers": ["="]}
+    fields = {
+        "response_format": {"response_format": {"type": "structural_tag", **tag}},
+        "structured_outputs": {"structured_outputs": {"structural_tag": tag}},
+        "a text": {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    }[where]
+    equals, ends = server.post("/tokenize", {"prompt": "=!"}).json()["tokens"]
+    bias = {str(equals): 60, str(ends): 50}
+    body = body_of(thinking=False, max_tokens=12, logit_bias=bias) | fields
+    content = whole(server, body).choices[0].message.content or ""
+    assert content[0] == "=" and content[1] in "123456789" and content[2] == "!"
+
+
 def test_stop_strings_look_at_content_only_unless_asked(server: Served) -> None:
     free = whole(server, body_of(temperature=0.0, max_tokens=30)).choices[0]
     thoughts = str((free.message.model_extra or {})["reasoning_content"])

@@ -264,7 +264,7 @@ def test_what_cannot_be_served_is_one_line(
         port = str(taken.getsockname()[1])
         for arguments, words in (
             ((model, "--host", "0.0.0.0", "--port", "0"), "api-key-file"),
-            ((model, "--port", port), "an address that is free"),
+            ((model, "--port", port), "one that is free on 127.0.0.1"),
             ((model, "--port", "0", "--api-key-file", str(tmp_path / "short")), "at least 8"),
             ((model, "--port", "0", "--max-queue", "0"), "max_queue"),
             ((str(tmp_path), "--port", "0"), "config.json"),
