@@ -5,7 +5,7 @@ calls begin. Texts among a DSML call's parameters are raw, all other values JSON
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.base.errors import ConfigError
@@ -26,6 +26,9 @@ opened ::= [^<｜/] text | "<" opened | "/" closing
 closing ::= [^<｜] text | "<" opened | "｜DSML｜parameter>\\n"
 """
 _LOW_BOUND = 256
+_MAX_PROPERTIES = 500  # of one tool
+_MAX_PARAMETERS = 4096  # of all tools, in every shape that their arguments may have
+_MAX_SCHEMA_CHARS = 1024 * 1024  # of all tools, definitions as often as they are carried along
 _LENGTHS = ('"minLength"', '"maxLength"')
 
 
@@ -52,9 +55,33 @@ def tool_grammar(
         return None
     if choice.mode == "auto" and not any(tool.is_strict for tool in wanted):
         return None
+    _check_size([tool for tool in wanted if choice.mode != "auto" or tool.is_strict])
     several = parallel and choice.mode != "named"
     tag: Json = {"type": "structural_tag", "format": make(wanted, choice.mode != "auto", several)}
     return ToolGrammar("structural_tag", json.dumps(tag, ensure_ascii=False), after)
+
+
+def _check_size(tools: Sequence[Tool]) -> None:
+    """Raises ConfigError for schemas that no grammar could hold. A parameter that refers to definitions carries them all."""
+    total = num_parameters = 0
+    for tool in tools:
+        properties = tool.parameters.get("properties")
+        values = list(properties.values()) if isinstance(properties, Mapping) else []
+        if len(values) > _MAX_PROPERTIES:
+            field, found = f"tools.{tool.name}.parameters", f"{len(values)} properties"
+            raise ConfigError(field, found, f"at most {_MAX_PROPERTIES} of one object")
+        definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+        try:
+            num_carriers = sum("$ref" in json.dumps(value) for value in values)
+            total += len(json.dumps(tool.parameters)) + num_carriers * len(json.dumps(definitions))
+        except RecursionError:
+            raise ConfigError(f"tools.{tool.name}.parameters", "...", "JSON nested less deeply") from None
+        if total > _MAX_SCHEMA_CHARS:
+            allowed = f"at most {_MAX_SCHEMA_CHARS} where calls must match them"
+            raise ConfigError("tools", f"schemas of {total} characters", allowed)
+        num_parameters += sum(len(shape.properties) for shape in arguments_of(tool.parameters, tool.name))
+        if num_parameters > _MAX_PARAMETERS:
+            raise ConfigError("tools", f"{num_parameters} parameters", f"at most {_MAX_PARAMETERS} where calls must match them")
 
 
 # How DSML writes them ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """JSON schemas of tools taken apart: the arguments that a call may have, and which of a value's forms is a text."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -153,7 +154,7 @@ def resolve(schema: Schema, root: Schema, name: str) -> Schema:
 
 def with_definitions(schema: Json, root: Schema) -> Json:
     """A part of a schema that can stand alone: what its references name comes with it."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or '"$ref"' not in json.dumps(schema):
         return schema
     return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
 

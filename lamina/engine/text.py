@@ -21,6 +21,7 @@ from lamina.base.log import event, get_logger
 
 _log = get_logger(__name__)
 _NUM_U32 = 1 << 32
+_LONG = 4096  # characters or ids from which on the library's batches are used: they alone let other threads run meanwhile
 
 
 class TextCodec:
@@ -68,7 +69,9 @@ class TextCodec:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; special tokens written in it become their ids. Raises ConfigError if it is not valid Unicode."""
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise ConfigError("text", ascii(text)[:60], "a text without unpaired surrogates") from None
 
@@ -85,7 +88,11 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
-        return self._tokenizer.decode([i for i in ids if 0 <= i < _NUM_U32], skip_special_tokens=skip_special_tokens)
+        known = [i for i in ids if 0 <= i < _NUM_U32]
+        if len(known) < _LONG:
+            return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        text: str = self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
+        return text
 
     def token_text(self, token_id: int) -> str:
         """Text of one token alone, special tokens as they are written; "" for an unknown id."""

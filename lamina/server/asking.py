@@ -77,29 +77,29 @@ def grammar_of(request: SamplingFields) -> tuple[str, Grammar] | None:
         if grammar is not None:
             found.append(("response_format", grammar))
     if request.structured_outputs is not None:
-        found += [(f"structured_outputs.{name}", one) for name, one in _structured(request.structured_outputs)]
+        found += _structured(request.structured_outputs, "structured_outputs.")
     old = StructuredOutputs(request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
-    found += [(f"guided_{name}", one) for name, one in _structured(old)]
+    found += _structured(old, "guided_")
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise ApiError(400, f"{names} exclude each other: one of them at most", found[1][0], "invalid_value")
     return found[0] if found else None
 
 
-def _structured(given: StructuredOutputs) -> list[tuple[str, Grammar]]:
+def _structured(given: StructuredOutputs, prefix: str) -> list[tuple[str, Grammar]]:
     found = []
     if given.json is not None:
-        found.append(("json", Grammar("json_schema", _json(given.json, "json"))))
+        found.append((f"{prefix}json", Grammar("json_schema", _json(given.json, f"{prefix}json"))))
     if given.regex is not None:
-        found.append(("regex", Grammar("regex", given.regex)))
+        found.append((f"{prefix}regex", Grammar("regex", given.regex)))
     if given.choice is not None:
-        found.append(("choice", Grammar("choice", _json(given.choice, "choice"))))
+        found.append((f"{prefix}choice", Grammar("choice", _json(given.choice, f"{prefix}choice"))))
     if given.grammar is not None:
-        found.append(("grammar", Grammar("ebnf", given.grammar)))
+        found.append((f"{prefix}grammar", Grammar("ebnf", given.grammar)))
     if given.json_object:
-        found.append(("json_object", Grammar("json_object", "")))
+        found.append((f"{prefix}json_object", Grammar("json_object", "")))
     if given.structural_tag is not None:
-        found.append(("structural_tag", _structural_tag(given.structural_tag, "structural_tag")))
+        found.append((f"{prefix}structural_tag", _structural_tag(given.structural_tag, f"{prefix}structural_tag")))
     return found
 
 

@@ -16,6 +16,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 P = ParamSpec("P")
 R = TypeVar("R")
 _LARGE_BYTES = 32 * 1024
+_MOST_CHARS = 300
+_MOST_EXPLAINED = 1024 * 1024  # bytes of a body whose wrong value is shown: finding it takes decoding everything
 _AT = re.compile(r"^(.*) - at (?:`key` in )?`\$?(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
@@ -94,7 +96,11 @@ def _explain(body: bytes, text: str) -> ApiError:
         whole = f"{field}.{missing[1]}" if path else missing[1]
         return ApiError(400, f"{whole} is required", whole, "missing_field")
     what = what[:1].lower() + what[1:]
+    if len(what) > _MOST_CHARS:  # it may quote the whole value
+        what = what[:_MOST_CHARS] + "..."
     try:
+        if len(body) > _MOST_EXPLAINED:
+            raise LookupError(path)
         value = _find(msgspec.json.decode(body), path)
         return ApiError(400, f"{field}={shown(value)} is not valid: {what}", field, "invalid_value")
     except (LookupError, TypeError, ValueError, msgspec.DecodeError, RecursionError):

@@ -68,8 +68,9 @@ def _prompts(state: ServerState, request: CompletionRequest) -> list[tuple[str, 
         return [_prompt(state, request, ids, "prompt")]
     if ids:
         raise invalid("prompt", "a mixed list", "a text, a list of token ids, or a list of either")
-    if len(given) > limits.MAX_PROMPTS:
-        raise invalid("prompt", f"{len(given)} prompts", f"at most {limits.MAX_PROMPTS}")
+    most = min(limits.MAX_PROMPTS, state.settings.max_queue)  # more than the queue holds could wait for ever
+    if len(given) > most:
+        raise invalid("prompt", f"{len(given)} prompts", f"at most {most}")
     if len(given) * (request.n or 1) > limits.MAX_OUTPUTS:
         raise invalid("n", request.n, f"at most {limits.MAX_OUTPUTS} outputs in one request, all prompts together")
     return [_prompt(state, request, one, f"prompt[{index}]") for index, one in enumerate(given) if not isinstance(one, int)]

@@ -413,13 +413,13 @@ def generate(server: ServerState, ask: Ask) -> Generation:
     ready = server.ready
     if not ask.prompt_ids:
         raise invalid("prompt", [], "at least one token")
-    if max(ask.prompt_ids) >= ready.vocab_size or min(ask.prompt_ids) < 0:
-        bad = next(token for token in ask.prompt_ids if not 0 <= token < ready.vocab_size)
-        raise invalid("prompt", bad, f"token ids from 0 to {ready.vocab_size - 1}")
     room = ready.max_model_len - len(ask.prompt_ids)
     if room < (1 if ask.is_drawn else 0):
         text = f"the prompt has {len(ask.prompt_ids)} tokens, prompt and answer may have {ready.max_model_len}: shorten it"
         raise ApiError(400, text, "prompt", "context_length_exceeded")
+    if max(ask.prompt_ids) >= ready.vocab_size or min(ask.prompt_ids) < 0:
+        bad = next(token for token in ask.prompt_ids if not 0 <= token < ready.vocab_size)
+        raise invalid("prompt", bad, f"token ids from 0 to {ready.vocab_size - 1}")
     if ask.sampling.min_tokens > room:
         raise invalid("min_tokens", ask.sampling.min_tokens, f"at most {room}, which the prompt leaves of {ready.max_model_len}")
     if server.codec is None and ask.stop:

@@ -13,7 +13,7 @@ from lamina import SamplingParams
 from lamina.chat.records import ChatOptions
 from lamina.engine.wire import Grammar
 from lamina.server.batches import batches, joined
-from lamina.server.body import json_response, read, state_of, to_json
+from lamina.server.body import json_response, off_loop, read, state_of, to_json
 from lamina.server.chat_request import Extras, render_ids, salt_of, to_ask
 from lamina.server.errors import STYLES, ApiError, invalid, to_api_error
 from lamina.server.generation import Ask, Generation, Totals, begin, generate, to_sampling
@@ -62,7 +62,7 @@ async def create(request: Request) -> Response | EventStream:
     state = state_of(request)
     body = await read(request, _DECODER)
     state.check_model(body.model)
-    ask = _ask(state, body, request.scope["lamina_key"])
+    ask = await off_loop(request, _ask, state, body, request.scope["lamina_key"])
     generation = generate(state, ask)
     hides = body.thinking is not None and body.thinking.display == "omitted"
     blank = AnswerMessage(
@@ -85,8 +85,11 @@ async def count_tokens(request: Request) -> Response:
     state = state_of(request)
     body = await read(request, _COUNT_DECODER)
     state.check_model(body.model)
-    _, ids = render_ids(state, to_messages(body), _options(body))
-    return json_response(TokenCount(len(ids)))
+    return json_response(TokenCount(await off_loop(request, _count, state, body)))
+
+
+def _count(state: ServerState, body: CountTokensRequest) -> int:
+    return len(render_ids(state, to_messages(body), _options(body))[1])
 
 
 def _options(body: CountTokensRequest) -> ChatOptions:
@@ -114,6 +117,7 @@ def _ask(state: ServerState, body: MessagesRequest, key: str | None) -> Ask:
     extras = Extras(
         stop=tuple(body.stop_sequences or ()),
         grammar=_grammar(body),
+        grammar_field="output_config.format",
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         cache_salt=salt_of(state, body.cache_salt, key),

@@ -1,8 +1,9 @@
 """/v1/responses: the responses protocol. Answers are kept in memory, so that a client can ask for them and go on from them."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -15,7 +16,7 @@ from lamina.base.errors import LaminaError
 from lamina.chat.records import ChatOptions, Content, Message
 from lamina.engine.wire import Grammar, LogprobRow
 from lamina.server.batches import batches, joined
-from lamina.server.body import json_response, read, state_of, to_json
+from lamina.server.body import P, R, json_response, off_loop, read, state_of, to_json
 from lamina.server.chat_request import Extras, render_ids, salt_of, to_ask
 from lamina.server.errors import ApiError, invalid, to_api_error
 from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
@@ -146,6 +147,7 @@ class _Asked:
         params.validate_for_vocab(self.state.ready.vocab_size)
         extras = Extras(
             grammar=self._grammar(),
+            grammar_field="text.format",
             priority=body.priority or 0,
             deadline_s=body.deadline_s,
             cache_salt=salt_of(self.state, body.cache_salt, key),
@@ -181,6 +183,13 @@ class _Asked:
         return Grammar("json_schema", text)
 
 
+async def _off_loop(request: Request, asked: _Asked, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """As body.off_loop; what was said before may be long, whatever this body is."""
+    if asked.before is None:
+        return await off_loop(request, function, *args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
 class _Book:
     """The endpoints, the responses in work and those that are kept."""
 
@@ -192,7 +201,7 @@ class _Book:
         """A response, whole or as a stream of events."""
         body = await read(request, _DECODER)
         asked = self._read(request, body)
-        generation = generate(asked.state, asked.ask(request.scope["lamina_key"]))
+        generation = generate(asked.state, await _off_loop(request, asked, asked.ask, request.scope["lamina_key"]))
         writer = ResponseWriter(
             asked.blank(), has_summary=asked.summary is not None, has_seal=asked.has_seal, has_logprobs=asked.has_logprobs
         )
@@ -218,7 +227,7 @@ class _Book:
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
         asked = self._read(request, await read(request, _DECODER))
-        _, ids = render_ids(asked.state, asked.messages, asked.options)
+        _, ids = await _off_loop(request, asked, render_ids, asked.state, asked.messages, asked.options)
         return json_response(InputTokenCount(len(ids)))
 
     async def retrieve(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -236,6 +237,35 @@ def test_schemas_that_cannot_be_enforced(parameters: dict[str, Json], why: str) 
     with pytest.raises(ConfigError, match=why) as caught:
         tool_grammar("dsml", (Tool("f", {"name": "f", "parameters": parameters}),), REQUIRED, True, None)
     assert caught.value.field == "tools.f.parameters" and "\n" not in str(caught.value)
+
+
+MANY: dict[str, Json] = {f"k{i}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for i in range(400)}
+LONG_TEXT: dict[str, Json] = {"type": "string", "description": "x" * 10_000}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "num_tools", "why"),
+    [
+        ({"properties": {f"k{i}": {} for i in range(501)}}, 1, "501 properties' is not valid: at most 500"),
+        ({"properties": MANY, "$defs": {"d": LONG_TEXT}}, 1, "at most 1048576 where calls must match them"),
+        ({"properties": MANY, "anyOf": [{"required": [f"k{i}"]} for i in range(60)], "$defs": {"d": True}}, 1, "at most 4096"),
+        ({"properties": {f"k{i}": {} for i in range(100)}}, 512, "at most 4096"),
+    ],
+    ids=["properties", "definitions", "shapes", "tools"],
+)
+def test_tools_that_no_grammar_could_hold_are_refused_at_once(parameters: dict[str, Json], num_tools: int, why: str) -> None:
+    tools = [Tool(f"f{i}", {"name": f"f{i}", "parameters": parameters}) for i in range(num_tools)]
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match=why) as caught:
+        tool_grammar("dsml", tools, REQUIRED, True, None)
+    assert caught.value.field.startswith("tools") and time.perf_counter() - began < 1.0
+    assert tool_grammar("dsml", tools, AUTO, True, None) is None
+
+
+def test_definitions_go_only_where_something_refers_to_them() -> None:
+    parameters: dict[str, Json] = {"properties": {"a": {"type": "integer"}, **MANY}, "$defs": {"d": {"type": "integer"}}}
+    found = tool_grammar("dsml", (Tool("f", {"name": "f", "parameters": parameters}),), REQUIRED, True, None)
+    assert found is not None and found.value.count('"$defs"') == len(MANY)
 
 
 def test_shapes_of_arguments() -> None:

@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lamina.base.errors import ConfigError
+from lamina.engine import text as text_module
 from lamina.engine.text import Detokeniser, StopChecker, TextCodec, load_codec
 
 TEXT = [
@@ -213,6 +217,34 @@ def test_codec_round_trip_and_tokens(codecs_by_name: dict[str, TextCodec]) -> No
     assert codec.vocab_size == 423
     with pytest.raises(ConfigError, match="surrogates"):
         codec.encode("a\ud800")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_texts_are_read_and_written_as_short_ones(
+    name: str, codecs_by_name: dict[str, TextCodec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, text = codecs_by_name[name], "\n".join(TEXT)
+    ids, ids_of_prompt = codec.encode(text + "<|eos|>"), codec.encode_prompt(text)
+    plain, whole = codec.decode(ids), codec.decode(ids, skip_special_tokens=False)
+    monkeypatch.setattr(text_module, "_LONG", 1)
+    assert codec.encode(text + "<|eos|>") == ids and codec.encode_prompt(text) == ids_of_prompt
+    assert codec.decode(ids) == plain and codec.decode(ids, skip_special_tokens=False) == whole
+    with pytest.raises(ConfigError):
+        codec.encode(text + "\ud800")
+
+
+def test_a_long_text_lets_other_threads_run(codecs_by_name: dict[str, TextCodec]) -> None:
+    codec = codecs_by_name["byte_level"]
+    text = "ab " * 100_000
+    ticks: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        began = time.perf_counter()
+        running = pool.submit(codec.encode, text)
+        while not running.done():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+        took = time.perf_counter() - began
+    assert running.result() and max(b - a for a, b in pairwise([began, *ticks])) < max(0.1, took / 2), took
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:

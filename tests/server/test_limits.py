@@ -1,6 +1,8 @@
 """What is refused at the door: every limit answers 400 with the field, and nothing behind it is touched."""
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import httpx
@@ -55,6 +57,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (TEXT, {"logit_bias": {"x": 1}}, "logit_bias"),
     (TEXT, {"logit_bias": {"1": 101}}, "logit_bias"),
     (TEXT, {"logit_bias": {str(token): 0 for token in range(4097)}}, "logit_bias"),
+    (TEXT, {"guided_json": {"enum": ["x" * 300_000]}}, "guided_json"),
+    (TEXT, {"structured_outputs": {"choice": ["x" * 300_000]}}, "structured_outputs.choice"),
     (TEXT, {"deadline_s": 0}, "deadline_s"),
     (TEXT, {"priority": 2**40}, "priority"),
     (TEXT, {"cache_salt": "x" * 257}, "cache_salt"),
@@ -199,6 +203,42 @@ def test_pages_of_others_may_not_call(server: Served) -> None:
     named = server.http.get("/health", headers={"Host": "evil.example"})
     assert named.status_code == 403
     assert server.http.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+
+
+LONG = b"ab " * 700_000
+HUGE: list[tuple[str, bytes, int, str | None]] = [
+    (TEXT, b'{"prompt": "x", "n": [' + b'{"a": [1]},' * 600_000 + b"0]}", 400, "n"),
+    (TEXT, b'{"prompt": [' + b"7," * 3_000_000 + b"7]}", 400, "prompt"),
+    (TEXT, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % one for one in range(300_000)) + b"}}", 400, "logit_bias"),
+    (CHAT, b'{"messages": [{"role": "' + b"- at `$" * 400_000 + b'"}]}', 400, "messages[0].role"),
+    ("/tokenize", b'{"prompt": "' + b"ab " * 400_000 + b'"}', 200, None),
+    ("/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": "' + b"ab " * 400_000 + b'"}]}', 200, None),
+    ("/v1/messages", b'{"max_tokens": 1, "messages": [{"role": "user", "content": "' + LONG + b'"}]}', 400, "prompt"),
+    ("/v1/responses", b'{"input": "' + LONG + b'"}', 400, "prompt"),
+]
+HUGE_NAMES = ["wrong value", "token ids", "biases", "role", "text", "count", "messages", "responses"]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "field"), HUGE, ids=HUGE_NAMES)
+def test_a_huge_body_holds_up_nobody_else(server: Served, path: str, body: bytes, status: int, field: str | None) -> None:
+    waits = []
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, server.url + path, content=body, timeout=60.0, trust_env=False)
+        while not running.done():
+            began = time.perf_counter()
+            assert server.http.get("/version").status_code == 200
+            waits.append(time.perf_counter() - began)
+            time.sleep(0.005)
+    answer = running.result()
+    assert answer.status_code == status, answer.text[:300]
+    assert field is None or (answer.json()["error"]["param"] == field and len(answer.content) < 1000)
+    assert max(waits) < 0.6, max(waits)
+
+
+def test_a_schema_that_does_not_compile_is_named_as_it_was_asked_for(server: Served) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "nope"}}
+    answer = server.post("/v1/messages", {"max_tokens": 1, "messages": HI, "output_config": {"format": form}})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "output_config.format"
 
 
 def talk(server: Served, data: bytes, seconds: float = 5.0) -> bytes:

@@ -365,10 +365,11 @@ def test_the_text_matches_a_schema(server) -> None:
             assert json.loads(answer.output_text)["n"] in (1, 22)
         else:  # a model of random weights may think to the end, but what it says is never anything else
             assert effort == "low" and not answer.output_text
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.BadRequestError) as caught:
         server.openai.responses.create(
             **QUICK, input="x", text={"format": {"type": "json_schema", "name": "n", "schema": {"type": 7}}}
         )
+    assert caught.value.param == "text.format" and "text.format=" in caught.value.message
 
 
 def test_a_forced_call_and_its_result(server) -> None:
