@@ -100,11 +100,12 @@ class AnswerParser:
         return self._drain()
 
     def finish(self, reason: str) -> list[Event]:
-        """What was held back, as far as it is no markup."""
+        """What was held back, as far as it is no markup. Cut off after newlines and the first character of a call it is none."""
         if self._part is _Part.CALLS:
             return [] if self._reader is None else self._reader.finish(reason)
         held, self._held = self._held, ""
-        if self._reader is not None and self._reader.is_markup(held.lstrip("\n")):
+        begun = held.lstrip("\n")
+        if self._reader is not None and (self._reader.is_markup(begun) or (reason == "length" and len(held) > len(begun) > 0)):
             return []
         return self._show(held)
 

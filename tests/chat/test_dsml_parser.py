@@ -199,8 +199,15 @@ def test_a_call_that_is_cut_off_has_no_end() -> None:
         answer = read(list(text[:cut]), True, "length")
         assert answer == read([text[:cut]], True, "length")
         assert D not in answer.content + answer.reasoning + "".join(str(one[1]) for one in answer.calls)
+        assert "answer".startswith(answer.content.rstrip("\n"))  # no "<" of a call that was about to begin
         assert [one[2] for one in answer.calls] == [cut >= end + len(f"</{D}invoke>") for end in ends][: len(answer.calls)]
         assert all(str(full[1]).startswith(str(part[1])) for full, part in zip(whole.calls, answer.calls))
+
+
+def test_a_bracket_after_newlines_is_text_where_the_model_stopped_by_itself() -> None:
+    for reason, shown in (("stop", "a\n\n<"), ("length", "a")):
+        assert read(["a\n\n<"], reason=reason).content == shown
+    assert read(["a <"], reason="length").content == "a <"
 
 
 def test_arguments_stream() -> None:
