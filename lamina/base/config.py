@@ -7,6 +7,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.sizes import GiB, parse_bytes
 
 CACHE_FORMATS = ("fp8", "bf16", "fp32")
+AUTO = "auto"
 INDEX_FORMATS = ("fp4", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "portable")
@@ -22,7 +23,8 @@ class EngineConfig:
 
     model            directory of a checkpoint, or a hub id such as org/name.
     dtype            what activations are rounded to: fp32, bf16, or auto (fp32 on a CPU, bf16 on a GPU).
-    cache_format     how attention entries are stored: fp8 (584 B at 512 dims), bf16 or fp32.
+    cache_format     how attention entries are stored: fp8 (584 B at 512 dims), bf16, fp32, or auto (fp8 for models trained with
+                     it, as DeepSeek-V4; else what activations are rounded to).
     index_format     how index keys are stored: fp4, fp8, bf16 or fp32.
     device           cpu, cuda, cuda:1, ..., or auto (a GPU if there is one that can be used, else the CPU).
     cache_bytes      memory for everything that requests remember, in bytes; None: 1 GiB on a CPU, and on a GPU what
@@ -45,7 +47,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
-    cache_format: str = "fp8"
+    cache_format: str = AUTO
     index_format: str = "fp4"
     device: str = "cpu"
     cache_bytes: int | str | None = None
@@ -67,7 +69,7 @@ class EngineConfig:
         )
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
-            ("cache_format", self.cache_format, CACHE_FORMATS),
+            ("cache_format", self.cache_format, (AUTO, *CACHE_FORMATS)),
             ("index_format", self.index_format, INDEX_FORMATS),
             ("kernels", self.kernels, KERNELS),
             ("activation_format", self.activation_format, ACTIVATION_FORMATS),

@@ -29,7 +29,7 @@ class LLM:
         model: str,
         *,
         dtype: str = "auto",
-        cache_format: str = "fp8",
+        cache_format: str = "auto",
         index_format: str = "fp4",
         device: str = "cpu",
         cache_bytes: int | str | None = None,

@@ -57,6 +57,11 @@ class Lease:
     _decodes: int = field(default=0, repr=False)  # 1 if it counts as a running decode
 
     @property
+    def window_pages(self) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
+        """`tails` as a step carries it: of each group (block number, pages) of what is held now."""
+        return tuple(tuple(blocks.items()) for blocks in self.tails)
+
+    @property
     def in_flight(self) -> int:
         """Tokens planned whose results have not been committed."""
         return self.position - self.committed

@@ -6,6 +6,8 @@ from lamina.base.errors import ConfigError
 from lamina.models.attention_memory import CHUNK, FULL, attention_memories, layer_types, nullable
 from lamina.models.decoder import Defaults, describe_decoder, flag, layer_numbers, read_decoder
 from lamina.models.description import Choices, Description
+from lamina.models.network import Network
+from lamina.models.plain_network import Plain, plain_network
 from lamina.models.weight_parts import mlp, router
 
 _DEFAULTS = Defaults(32000, 4096, 11008, 32, 32, None, None, 2048)
@@ -20,6 +22,13 @@ def describe(values: Mapping[str, object], choices: Choices) -> Description:
     dense = mlp(decoder.store, decoder.hidden_size, decoder.mlp_width, flag(decoder.fields, "mlp_bias", False))
     sizes = [("attention", attention * layers), ("mlp", dense * layers), ("norms", decoder.norms(per_layer=2))]
     return describe_decoder(decoder, choices, lambda entry: attention_memories([FULL] * layers, entry, None), sizes)
+
+
+def network(values: Mapping[str, object]) -> Network:
+    """What a Llama computes."""
+    decoder = read_decoder(values, _DEFAULTS)
+    bias = flag(decoder.fields, "attention_bias", False)
+    return plain_network(values, decoder, Plain(bias, bias, flag(decoder.fields, "mlp_bias", False)))
 
 
 def describe_4(values: Mapping[str, object], choices: Choices) -> Description:

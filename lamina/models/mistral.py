@@ -6,6 +6,8 @@ from lamina.base.errors import ConfigError
 from lamina.models.attention_memory import FULL, WINDOW, attention_memories, layer_types, nullable
 from lamina.models.decoder import Decoder, Defaults, describe_decoder, read_decoder
 from lamina.models.description import Choices, Description
+from lamina.models.network import Network
+from lamina.models.plain_network import Plain, plain_network
 from lamina.models.weight_parts import mlp
 
 _MISTRAL = Defaults(32000, 4096, 14336, 32, 32, 8, None, 131072)
@@ -40,11 +42,32 @@ def describe_3(values: Mapping[str, object], choices: Choices) -> Description:
     return _describe(read_decoder(values, defaults, "text_config"), choices, window)
 
 
-def _describe(decoder: Decoder, choices: Choices, default_window: int | None, may_alternate: bool = False) -> Description:
+def network(values: Mapping[str, object]) -> Network:
+    """What a Mistral computes."""
+    return _network(values, read_decoder(values, _MISTRAL), 4096)
+
+
+def network_ministral(values: Mapping[str, object]) -> Network:
+    """What a Ministral computes."""
+    return _network(values, read_decoder(values, _MISTRAL), 4096, may_alternate=True)
+
+
+def _network(
+    values: Mapping[str, object], decoder: Decoder, default_window: int | None, may_alternate: bool = False
+) -> Network:  # fmt: skip
+    types, window = _types(decoder, default_window, may_alternate)
+    return plain_network(values, decoder, Plain(), types, window)
+
+
+def _types(decoder: Decoder, default_window: int | None, may_alternate: bool) -> tuple[tuple[str, ...], int | None]:
+    """The type of each layer, and the window of those that have one."""
     layers, window = decoder.num_layers, nullable(decoder.fields, "sliding_window", default_window)
     types: tuple[str, ...] = (FULL if window is None else WINDOW,) * layers
-    if may_alternate:
-        types = layer_types(decoder.fields, layers, types, window)
+    return (layer_types(decoder.fields, layers, types, window) if may_alternate else types), window
+
+
+def _describe(decoder: Decoder, choices: Choices, default_window: int | None, may_alternate: bool = False) -> Description:
+    layers, (types, window) = decoder.num_layers, _types(decoder, default_window, may_alternate)
     sizes = [
         ("attention", decoder.attention() * layers),
         ("mlp", mlp(decoder.store, decoder.hidden_size, decoder.mlp_width) * layers),

@@ -8,17 +8,22 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import ConfigError
-from lamina.layers.entries import StoreSpec
+from lamina.layers.entries import StoreKey, StoreSpec
+from lamina.layers.rounding import activation_dtype
 from lamina.memory.kinds import Field, Memory
-from lamina.models import deepseek_v4
+from lamina.models import deepseek_v4, llama, mistral, qwen3
 from lamina.models.deepseek_v4_config import Config
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
+from lamina.models.description import Choices
+from lamina.models.families import describe
 from lamina.models.implementations import Choice, implementations, refusals
+from lamina.models.network import Network
+from lamina.models.network_model import load_network
 from lamina.ops.machine import Machine
 from lamina.ops.rows import Rows
 from lamina.ops.sequences import Sequences
-from lamina.ops.store import Store
+from lamina.ops.store import EntryCodec, Store
 from lamina.weights.loader import TensorSource
 from lamina.weights.names import NameScheme
 
@@ -145,12 +150,47 @@ def _token_bytes(config: Config) -> int:
     return (streams + queries + experts + 24 * config.hidden_size) * 4 // 3
 
 
-_FAMILIES: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}
+def _network(values: Mapping[str, object], network: Network, cache_format: str, index_format: str) -> Blueprint:
+    """The blueprint of a family that is given as a network."""
+    found = describe(values, Choices(cache_format=cache_format))
+
+    def load(source: TensorSource, dtype: str, make: StoreMaker) -> LoadedModel:
+        def store(key: StoreKey, codec: EntryCodec) -> Store:
+            return make(StoreSpec(key, codec))
+
+        return load_network(network, source, activation_dtype(dtype), store, cache_format, index_format)
+
+    def load_device(source: TensorSource, target: Target, make: StoreMaker) -> LoadedDeviceModel:
+        raise ConfigError("device", str(target.device), "cpu")
+
+    return Blueprint(
+        memories=found.memories, hidden=found.hidden, rings=(), vocab_size=found.vocab_size, max_positions=found.max_positions,
+        eos_token_ids=network.eos_token_ids, names=network.names, load=load, load_device=load_device, token_bytes=0,
+        request_bytes=0, refuses=lambda target: f"no GPU kernels for model_type {values.get('model_type')!r} yet",
+    )  # fmt: skip
 
 
-def blueprint(values: Mapping[str, object], cache_format: str, index_format: str) -> Blueprint:
-    """The blueprint of a config.json. Raises ConfigError for an unknown model_type, naming the known ones."""
+#: families with a model of their own, and those that are given as a network; by model_type of config.json
+_MODELS: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}
+_NETWORKS: dict[str, Callable[[Mapping[str, object]], Network]] = {
+    "llama": llama.network,
+    "ministral": mistral.network_ministral,
+    "mistral": mistral.network,
+    "qwen2": qwen3.network_2,
+    "qwen3": qwen3.network,
+    "qwen3_moe": qwen3.network_moe,
+}
+
+
+def blueprint(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str = "fp32") -> Blueprint:
+    """The blueprint of a config.json.
+
+    cache_format  auto: fp8 for the models that were trained with it, else `dtype`, what activations are rounded to.
+    Raises ConfigError for an unknown model_type, naming the known ones.
+    """
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise ConfigError("model_type", kind, f"one of {', '.join(sorted(_FAMILIES))}")
-    return _FAMILIES[kind](values, cache_format, index_format)
+    if isinstance(kind, str) and kind in _MODELS:
+        return _MODELS[kind](values, "fp8" if cache_format == "auto" else cache_format, index_format)
+    if not isinstance(kind, str) or kind not in _NETWORKS:
+        raise ConfigError("model_type", kind, f"one of {', '.join(sorted((*_MODELS, *_NETWORKS)))}")
+    return _network(values, _NETWORKS[kind](values), dtype if cache_format == "auto" else cache_format, index_format)

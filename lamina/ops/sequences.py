@@ -6,14 +6,19 @@ past      | does not exist | window and fold | start ...       log entries | are
                            ^ valid_from                                                          ^ write_from
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 #: queries are cut into tiles aligned to this many positions, so that order inside attention depends on the position alone
 TILE = 64
+
+_Derived = TypeVar("_Derived")
+#: of each block of a large window that is there, its pages
+WindowPages = dict[int, tuple[int, ...]]
 
 
 def entry_columns(tile: int, ratio: int) -> int:
@@ -109,6 +114,7 @@ class Sequences:
     singles       for each compression ratio (0: no entries) the sequences with one row.
     groups        for each compression ratio the groups touched.
     tails         for each ring length what goes into a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
+    windows       of each sequence, for each group of large windows, the pages of its blocks.
     """
 
     positions: Tensor
@@ -122,6 +128,14 @@ class Sequences:
     singles: dict[int, tuple[Single, ...]]
     groups: dict[int, Groups]
     tails: dict[int, tuple[Tensor, Tensor, Tensor]]
+    windows: tuple[tuple[WindowPages, ...], ...] = ()
+    _derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def remember(self, key: object, make: Callable[[], _Derived]) -> _Derived:
+        """What follows from the step alone, made by the first layer that asks for it."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(_Derived, self._derived[key])
 
     @property
     def longest(self) -> int:

@@ -1,5 +1,8 @@
 """The one allocation that holds everything requests remember, its typed views, and the copies the ledger orders."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -8,7 +11,7 @@ from lamina.base.sizes import format_bytes
 from lamina.layers.entries import StoreKey
 from lamina.memory.layout import HIDDEN, Layout, Span
 from lamina.memory.orders import CopyPage, Order, RestoreSlot, SaveSlot
-from lamina.ops.store import EntryCodec, StateCodec, Store
+from lamina.ops.store import EntryCodec, Place, StateCodec, Store
 from lamina.runtime.copies import CopyPlanner, Mover, run_waves, warm_up
 
 _VIEWS = {
@@ -19,6 +22,14 @@ _VIEWS = {
     "e2m1": torch.uint8,
     "u8": torch.uint8,
 }
+
+
+def _matching(key: StoreKey, spans: Sequence[Span]) -> list[Span]:
+    """The arrays of the key's fields, in its order; all of them or none."""
+    by_name = {span.field.name: span for span in spans if (span.layer, span.memory) == (key.layer, key.memory)}
+    found = [by_name[name] for name in key.fields if name in by_name]
+    assert len(found) in (0, len(key.fields)), key
+    return found
 
 
 class DeviceArena:
@@ -42,24 +53,27 @@ class DeviceArena:
         self.hidden: Store | None = None
         if layout.hidden is not None:
             codec = StateCodec(layout.hidden.nbytes // 4)
-            self.hidden = self._store([span for span in layout.slot_spans if span.memory == HIDDEN], codec)
+            self.hidden = self._store([span for span in layout.slot_spans if span.memory == HIDDEN], codec, "slot")
 
     def store(self, key: StoreKey, codec: EntryCodec) -> Store:
         """The store of some fields of a memory; made once a key."""
         if key not in self.stores:
-            spans = [
-                span
-                for name in key.fields
-                for span in (*self.layout.block_spans, *self.layout.slot_spans)
-                if (span.layer, span.memory, span.field.name) == (key.layer, key.memory, name)
-            ]
-            assert len(spans) == len(key.fields), key
-            self.stores[key] = self._store(spans, codec)
+            layout = self.layout
+            found = _matching(key, layout.block_spans), _matching(key, layout.slot_spans)
+            windows = [_matching(key, tail.spans) for tail in layout.tails]
+            if found[0]:
+                self.stores[key] = self._store(found[0], codec, "block")
+            elif found[1]:
+                self.stores[key] = self._store(found[1], codec, "slot")
+            else:
+                group = next((number for number, spans in enumerate(windows) if spans), None)
+                assert group is not None, key
+                self.stores[key] = self._store(windows[group], codec, "window", group)
         return self.stores[key]
 
-    def _store(self, spans: list[Span], codec: EntryCodec) -> Store:
+    def _store(self, spans: list[Span], codec: EntryCodec, kind: Literal["block", "slot", "window"], group: int = 0) -> Store:
         assert len({span.page for span in spans}) == 1
-        return Store(codec, tuple(self._view(span) for span in spans), spans[0].page)
+        return Store(codec, tuple(self._view(span) for span in spans), spans[0].page, Place(kind, spans[0].page, group))
 
     def _view(self, span: Span) -> Tensor:
         """[pages, rows, elements] of one span in every page."""

@@ -78,5 +78,6 @@ def step_arrays(
         singles={ratio: make_singles(pieces, ratio, device) for ratio in (0, *ratios)},
         groups={ratio: make_groups(pieces, ratio, device) for ratio in ratios},
         tails={ring: make_tails(pieces, ring, device) for ring in rings},
+        windows=tuple(tuple(dict(blocks) for blocks in part.windows) for part in slices),
     )
     return torch.tensor(tokens + padding, dtype=torch.int64, device=device), sequences

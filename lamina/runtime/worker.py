@@ -58,9 +58,9 @@ class Worker:
         self.directory = directory
         config = _with_device(config)
         self.device = torch.device(config.device)
-        self.blueprint = blueprint(read_config(directory), config.cache_format, config.index_format)
-        self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
         self.dtype = config.dtype if config.dtype != "auto" else "bf16" if self.is_gpu else "fp32"
+        self.blueprint = blueprint(read_config(directory), config.cache_format, config.index_format, self.dtype)
+        self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)
         if config.cache_bytes is None:

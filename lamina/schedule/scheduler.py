@@ -516,7 +516,8 @@ class Scheduler:
         tokens = _UNKNOWN if num_pending else (request.tokens[start],)
         slices.append(
             Slice(
-                number, start, start + 1, tokens, slot, row, first, pages, lease.write_from, lease.valid_from, (), None, True
+                number, start, start + 1, tokens, slot, row, first, pages, lease.write_from, lease.valid_from, (), None, True,
+                lease.window_pages,
             )
         )  # fmt: skip
         draft.flight.slices.append(known)
@@ -550,7 +551,7 @@ class Scheduler:
             draft.slices.append(
                 Slice(
                     request.id, start, stop, tokens, slot, self._rows[request.id], first, pages, lease.write_from,
-                    lease.valid_from, targets, num_logprobs, is_decode,
+                    lease.valid_from, targets, num_logprobs, is_decode, lease.window_pages,
                 )
             )  # fmt: skip
             draft.flight.slices.append((request, lease))

@@ -35,6 +35,7 @@ class Slice(NamedTuple):
     targets  ids that follow each row, where prompt log-probabilities are wanted; shorter than the slice at a prompt's end.
     num_logprobs  most likely tokens to report beside each target; None if none are wanted.
     is_decode  it is one row with exactly the token that was drawn last, and nothing is being rebuilt.
+    windows  of each group of large windows the pages of the blocks that are live before or after the slice, by block number.
     """
 
     request_id: int
@@ -50,6 +51,7 @@ class Slice(NamedTuple):
     targets: tuple[int, ...] = ()
     num_logprobs: int | None = None
     is_decode: bool = False
+    windows: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
 
 
 class Sample(NamedTuple):

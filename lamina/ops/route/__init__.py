@@ -8,8 +8,9 @@ route_by_table(logits, experts, scale)     hash: the experts are given, the gate
 from dataclasses import dataclass
 
 from lamina.ops.route.ref import route, route_by_table
+from lamina.ops.route.softmax import route_chosen, route_sigmoid, route_softmax
 
-__all__ = ["RouteCase", "route", "route_by_table"]
+__all__ = ["RouteCase", "route", "route_by_table", "route_chosen", "route_sigmoid", "route_softmax"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Expert routing on a GPU, learned or by table, in one launch.
 
-    route(logits, ...)       as `ref.route` and `ref.route_by_table`
-    refuses(machine, case)   why this machine or these shapes are not served, or None
+route(logits, ...)       as `ref.route` and `ref.route_by_table`
+refuses(machine, case)   why this machine or these shapes are not served, or None
 """
 
 import torch

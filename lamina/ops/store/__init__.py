@@ -7,9 +7,23 @@ StoreCase       the rows that `triton.py` (which needs Triton) serves or refuses
 
 from dataclasses import dataclass
 
-from lamina.ops.store.ref import AttentionCodec, EntryCodec, IndexCodec, StateCodec, Store, attention_codec, index_codec
+from lamina.ops.store.ref import (
+    AttentionCodec,
+    EntryCodec,
+    HeadsCodec,
+    IndexCodec,
+    KeyValueCodec,
+    Place,
+    StateCodec,
+    Store,
+    attention_codec,
+    index_codec,
+)
 
-__all__ = ["AttentionCodec", "EntryCodec", "IndexCodec", "StateCodec", "Store", "StoreCase", "attention_codec", "index_codec"]
+__all__ = [
+    "AttentionCodec", "EntryCodec", "HeadsCodec", "IndexCodec", "KeyValueCodec", "Place", "StateCodec", "Store", "StoreCase",
+    "attention_codec", "index_codec",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ tensor a field and back. One-byte formats travel as uint8, because moving rows n
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.base.formats import FP4_BLOCK, FP8_BLOCK, FieldData, attention_entry, index_key, vector
+from lamina.base.formats import FP4_BLOCK, FP8_BLOCK, FieldData, attention_entry, index_key, key_value, vector
 from lamina.ops.quantise import (
     dequantise_fp4,
     dequantise_fp8,
@@ -21,6 +21,8 @@ from lamina.ops.quantise import (
     quantise_fp8,
     quantise_fp8_row,
 )
+
+_E4M3_MAX = 448.0
 
 
 def _flat(fields: tuple[FieldData, ...]) -> tuple[tuple[str, str, int], ...]:
@@ -140,13 +142,95 @@ def index_codec(index_format: str, width: int) -> EntryCodec:
     return IndexCodec(width, index_format) if index_format in ("fp4", "fp8") else StateCodec(width, index_format)
 
 
+class KeyValueCodec(Protocol):
+    """How keys and values that heads share are stored."""
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """(name, dtype, elements a row) of each field."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a value."""
+        ...
+
+    def keys_values(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """One tensor [..., elements] a field -> fp32 keys [..., K, Dk] and values [..., K, Dv]; views where they are fp32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsCodec:
+    """Keys and values of `heads` heads, each in a field: fp32, bf16, or fp8 (e4m3 as it is, without a scale)."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    format: str
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, keys and values."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """k and v."""
+        return _flat(key_value(self.format, self.heads, self.key_dim, self.value_dim))
+
+    def pack(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """fp32 keys [N, K, Dk] and values [N, K, Dv] -> one tensor [N, ...] a field."""
+        return tuple(_as_stored(part.flatten(1), self.format) for part in (keys, values))
+
+    def keys_values(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Fields -> keys [..., K, Dk] and values [..., K, Dv]."""
+        keys, values = (_from_stored(part, self.format) for part in stored)
+        return keys.unflatten(-1, (self.heads, self.key_dim)), values.unflatten(-1, (self.heads, self.value_dim))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width], keys first -> one tensor [N, ...] a field."""
+        return tuple(
+            _as_stored(part, self.format) for part in x.split([self.heads * self.key_dim, self.heads * self.value_dim], 1)
+        )
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Fields -> fp32 [N, width]."""
+        return torch.cat([_from_stored(part, self.format) for part in stored], dim=-1)
+
+
+def _as_stored(x: Tensor, format: str) -> Tensor:
+    if format == "fp8":
+        return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return x if format == "fp32" else x.to(torch.bfloat16)
+
+
+def _from_stored(x: Tensor, format: str) -> Tensor:
+    return (x.view(torch.float8_e4m3fn) if format == "fp8" else x).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows are addressed: by the request's blocks, in its slot, or in the blocks of its large windows.
+
+    column  which page of the slot, or of the window's block.   group  number of the large window's group.
+    """
+
+    kind: Literal["block", "slot", "window"]
+    column: int = 0
+    group: int = 0
+
+
 class Store:
     """The rows of one memory of one layer: a view [pages, rows a page, elements] of the arena for each field."""
 
-    def __init__(self, codec: EntryCodec, views: tuple[Tensor, ...], slot_column: int = 0) -> None:
+    def __init__(
+        self, codec: EntryCodec, views: tuple[Tensor, ...], slot_column: int = 0, place: Place | None = None
+    ) -> None:  # fmt: skip
         self.codec = codec
         self.views = views
         self.slot_column = slot_column  # which of a slot's pages holds the rows; logs are addressed by block instead
+        self.place = place or Place("slot", slot_column)
         self.rows_per_page = views[0].shape[1]
         self.row_bytes = sum(view.shape[2] * view.element_size() for view in views)
         self.bytes_written = 0

@@ -1,0 +1,191 @@
+"""Attention with grouped keys and values, and feed-forward layers of the usual kind.
+
+Rotated dims are the last of a head, in pairs (2i, 2i + 1): whoever loads a checkpoint that has them otherwise permutes the rows
+of its projections, which leaves every product of a query with a key as it is.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lamina.layers.rounding import rounded
+from lamina.ops.attend_heads import HeadsCase, Past, attend_heads, softcapped, store_rows
+from lamina.ops.gemm import linear
+from lamina.ops.rope_norm import rms_norm, rotate
+from lamina.ops.sequences import Sequences
+from lamina.ops.store import HeadsCodec
+
+__all__ = ["Context", "GatedMlp", "GroupedAttention", "RmsNorm", "softcapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all layers of a step share.
+
+    tokens  [T] ids.   angles  (cos, sin) [T, r] of each rotary embedding.   dtype  what is kept between products.
+    own     rows as stored of layers whose memory other layers read, by layer; kept until the end of the step.
+    """
+
+    tokens: Tensor
+    sequences: Sequences
+    angles: tuple[tuple[Tensor, Tensor], ...]
+    dtype: torch.dtype
+    own: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """x / sqrt(mean of squares + eps) * weight, or a layer norm (mean taken off first); weight None: none."""
+
+    weight: Tensor | None
+    eps: float
+    centres: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n] -> fp32 [..., n]."""
+        if self.centres:
+            x = x.float()
+            x = x - x.sum(-1, keepdim=True) * (1 / x.shape[-1])
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """One attention layer.
+
+    w_in    [(H + 2K) * d (+ H * d of gates at the end), D], queries, keys and values stacked; b_in likewise or None.
+    w_out   [D, H * dv]; b_out or None.   angle  which of the context's angles rotates; None: no positions.
+    shares  the layer whose rows are read instead of own ones: w_in then has queries alone.   is_shared  others read this layer's.
+    """
+
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+    b_out: Tensor | None
+    past: Past
+    codec: HeadsCodec
+    case: HeadsCase
+    angle: int | None
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+    v_norm: RmsNorm | None = None
+    norm_all: bool = False
+    norm_after_rope: bool = False
+    is_gated: bool = False
+    shares: int | None = None
+    is_shared: bool = False
+    layer: int = 0
+    temperature: tuple[float, float] | None = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        case, codec, dtype, sequences = self.case, self.codec, context.dtype, context.sequences
+        dim, num_kv = codec.key_dim, 0 if self.shares is not None else case.kv_heads
+        rows = linear(x, self.w_in)
+        if self.b_in is not None:
+            rows = rows + self.b_in
+        rows = rounded(rows, dtype)
+        widths = [(case.heads + num_kv) * dim, num_kv * codec.value_dim, case.heads * dim * self.is_gated]
+        both, values, gates = rows.split_with_sizes(widths, dim=-1)
+        queries, keys = self._positioned(both.unflatten(-1, (-1, dim)), context)
+        if self.temperature is not None:
+            queries = queries * self._temperatures(sequences.positions)
+        if self.shares is not None:
+            own = context.own[self.shares]
+        else:
+            values = values.unflatten(-1, (num_kv, codec.value_dim))
+            own = codec.pack(keys, values if self.v_norm is None else rounded(self.v_norm.forward(values), dtype))
+        in_log = self.past.store.place.kind == "block"
+        if self.shares is None and in_log:
+            store_rows(own, self.past, sequences)
+        out = rounded(attend_heads(queries, own, self.past, case, sequences).flatten(1), dtype)
+        if self.shares is None and not in_log and not self.is_shared:
+            store_rows(own, self.past, sequences)
+        if self.is_shared:
+            context.own[self.layer] = own
+        if self.is_gated:
+            out = rounded(out / (torch.exp(-gates) + 1), dtype)
+        found = linear(out, self.w_out)
+        return rounded(found if self.b_out is None else found + self.b_out, dtype)
+
+    def finish(self, context: Context) -> None:
+        """After the last layer: keeps rows that other layers have read."""
+        if self.is_shared and self.past.store.place.kind != "block":
+            store_rows(context.own[self.layer], self.past, context.sequences)
+
+    def _positioned(self, both: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, d] and keys [T, K, d] normed and rotated."""
+        heads = self.case.heads
+        if not self.norm_after_rope:
+            both = self._normed(both, context.dtype)
+        if self.angle is not None:
+            cos, sin = context.angles[self.angle]
+            width = cos.shape[-1]
+            if width == both.shape[-1]:
+                both = rotate(both, cos[:, None], sin[:, None])
+            else:
+                both = torch.cat([both[..., :-width], rotate(both[..., -width:], cos[:, None], sin[:, None])], dim=-1)
+            both = rounded(both, context.dtype)
+        if self.norm_after_rope:
+            both = self._normed(both, context.dtype)
+        return both[:, :heads], both[:, heads:]
+
+    def _normed(self, both: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.q_norm is None and self.k_norm is None:
+            return both
+        parts = [both[:, : self.case.heads], both[:, self.case.heads :]]
+        for number, norm in enumerate((self.q_norm, self.k_norm)):
+            part = parts[number]
+            if norm is not None and part.shape[1]:
+                parts[number] = norm.forward(part.flatten(1)).view(part.shape) if self.norm_all else norm.forward(part)
+        return rounded(torch.cat(parts, dim=1), dtype)
+
+    def _temperatures(self, positions: Tensor) -> Tensor:
+        assert self.temperature is not None
+        floor_scale, attn_scale = self.temperature
+        return (torch.log(torch.floor((positions.float() + 1.0) / floor_scale) + 1.0) * attn_scale + 1.0)[:, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
+
+    w_in [2I or I, D], gate rows first; b_in, b_out or None; w_out [D, I].   multipliers  of the gate, and of the result.
+    """
+
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+    b_out: Tensor | None
+    activation: str
+    has_gate: bool = True
+    multipliers: tuple[float, float] = (1.0, 1.0)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        inner = linear(x, self.w_in)
+        if self.b_in is not None:
+            inner = inner + self.b_in
+        if self.has_gate:
+            gate, up = inner.chunk(2, dim=-1)
+            gate = gate * self.multipliers[0] if self.multipliers[0] != 1 else gate
+            inner = activated(gate, self.activation).mul_(up)
+        else:
+            inner = activated(inner, self.activation)
+        found = linear(rounded(inner, context.dtype), self.w_out)
+        if self.b_out is not None:
+            found = found + self.b_out
+        return rounded(found * self.multipliers[1] if self.multipliers[1] != 1 else found, context.dtype)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """silu, gelu_tanh or relu2 of x, a new tensor. Not torch's own: vector body and scalar tail give different bits there."""
+    if activation == "silu":
+        return x / (torch.exp(-x).add_(1))
+    if activation == "relu2":
+        return x.clamp(min=0).square_()
+    if activation == "gelu_tanh":  # 0.5 x (1 + tanh(y)) = x / (1 + exp(-2y))
+        y = (x * x * 0.044715 + 1.0).mul_(x).mul_(-2 * 0.7978845608028654)
+        return x / torch.exp(y).add_(1)
+    raise ValueError(f"activation={activation!r}, allowed: silu, gelu_tanh, relu2")

@@ -1,0 +1,76 @@
+"""What the families given as networks read alike from a config.json. No torch."""
+
+from collections.abc import Mapping
+
+from lamina.base.errors import ConfigError
+from lamina.models.config_fields import ConfigFields
+from lamina.models.decoder import Decoder
+from lamina.models.network import Rope
+from lamina.weights.names import NameScheme, Rename
+
+#: what is in checkpoints and not used
+_UNUSED = "unused."
+#: the text model inside one for images and sound, as older and newer releases write it, and what is not the text model's
+_TEXT_OF_SEVERAL = (
+    Rename(r"^language_model\.lm_head\.", "lm_head."),
+    Rename(r"^(?:model\.)?language_model\.(?:model\.)?", "model."),
+    Rename(r"^(?:model\.)?(?:vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\.", _UNUSED),
+)
+
+
+def read_rope(
+    fields: ConfigFields, dim: int, max_positions: int, theta: float, layer_type: str | None = None, is_pairs: bool = False,
+    partial: float = 1.0,
+) -> Rope:  # fmt: skip
+    """The rotary positions of a head of `dim` dims.
+
+    They are in `rope_parameters`, for each layer type apart where the family has several, or in `rope_theta` and `rope_scaling`.
+    theta, partial  what the family's config class says where the config is silent: base, and share of the dims that are rotated.
+    """
+    found = fields.nested("rope_parameters")
+    if found is not None and layer_type is not None and any(isinstance(value, dict) for value in found.values.values()):
+        found = found.nested(layer_type)
+    scaling = found or fields.nested("rope_scaling") or ConfigFields({}, fields.prefix)
+    base = scaling.number("rope_theta", default=fields.number("rope_theta", default=theta))
+    kind = scaling.get("rope_type", "type") or "default"
+    if not isinstance(kind, str):
+        raise ConfigError(f"{scaling.prefix}rope_type", kind, "a text")
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+        raise ConfigError(f"{scaling.prefix}rope_type", kind, "default, linear, llama3, yarn or longrope")
+    share = scaling.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=partial))
+    numbers = dict(scaling.values)
+    if "original_max_position_embeddings" not in numbers and "original_max_position_embeddings" in fields.values:
+        numbers["original_max_position_embeddings"] = fields.values["original_max_position_embeddings"]
+    told = tuple((name, _frozen(value)) for name, value in sorted(numbers.items()) if kind != "default")
+    return Rope(int(dim * share), base, kind, told, is_pairs, max_positions)
+
+
+def _frozen(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def end_tokens(values: Mapping[str, object], nested: str | None = None) -> tuple[int, ...]:
+    """`eos_token_id` of a config, or of the object `nested` in it: none, one or several."""
+    inner = ConfigFields(values).nested(nested) if nested is not None else None
+    value = values.get("eos_token_id")
+    if value is None and inner is not None:
+        value = inner.values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
+        raise ConfigError("eos_token_id", value, "a token id or a list of them")
+    return tuple(int(str(token)) for token in ids)
+
+
+def names_of(
+    decoder: Decoder, renames: tuple[Rename, ...] = (), ignored: tuple[str, ...] = (), scheme: NameScheme | None = None
+) -> NameScheme:
+    """How the tensors of a family are named: `model.` and `lm_head.`, as Transformers writes them.
+
+    Stored frequencies of rotary embeddings are not used, nor is a head beside tied embeddings.   scheme  has splits and suffixes.
+    """
+    base = scheme or NameScheme()
+    text = _TEXT_OF_SEVERAL if decoder.is_nested else ()
+    every = (*renames, *text, Rename(r"^.*\.rotary_emb\.inv_freq$", f"{_UNUSED}inv_freq"), *base.renames)
+    tied = ("lm_head.",) if decoder.tied else ()
+    return NameScheme(every, base.splits, (_UNUSED, *tied, *ignored, *base.ignored), base.weight_suffix, base.scale_suffix)
