@@ -25,6 +25,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 PIP_LINES   := { grep --line-buffered -oE '(Downloading|Using cached) [^ /]+\.(whl|tar\.gz) .*' || true; } | sed -u 's/^/    /'
 # One thread each: the workers share the cores, and a test's numbers do not depend on how many there are.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Where all that the tests need can be installed, nothing may be skipped because it is not.
+NEEDS  := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),--needs-all)
 
 .PHONY: help demo test test-long test-gpu lint bench pictures clean
 
@@ -43,10 +45,10 @@ demo: $(VENV)/.installed
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/lamina demo
 
 test: lint
-	@$(PYTEST) -m "not long"
+	@$(PYTEST) $(NEEDS) -m "not long"
 
 test-long: $(VENV)/.installed-test
-	@$(PYTEST) -m long
+	@$(PYTEST) $(NEEDS) -m long
 
 # No .venv: the PyTorch and the Triton that were installed for the GPU are what counts.
 test-gpu:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check and benchmark of the GPU path, one after another: bash bench/gpu.sh RESULTS [PYTHON]
 # Each leaves RESULTS/<name>.log, and RESULTS/<name>.jsonl if it has figures, as soon as it ends; a line for each on stdout. The
-# checks run side by side first, because compiling is most of their time; benchmarks run alone. About 8 minutes with an empty cache.
+# checks run side by side first, because compiling is most of their time; benchmarks run alone. About 10 minutes with an empty cache.
 set -uo pipefail
 results=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${2:-python3}
@@ -30,6 +30,7 @@ run memcheck 300 compute-sanitizer --tool memcheck --error-exitcode 9 "${tests[@
 run parity 300 "$python" bench/against_transformers.py --only parity --json "$results/parity.jsonl" &
 wait
 run speed 200 "$python" bench/against_transformers.py --only speed --json "$results/speed.jsonl"
+figures serve_gpu 240
 figures decode 300
 figures one_million 200 --ratios 0,4,128,4
 figures gemm 120

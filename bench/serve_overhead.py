@@ -30,6 +30,7 @@ from lamina.models.tiny import write_tiny
 
 _FOLDER = Path(__file__).resolve().parent
 _TOKENS = 32
+_SETTLE_S = 6.0  # the engine's process imports its grammar library in the seconds after its start
 _MESSAGE = "Say something about memory, please."
 _HERTZ = os.sysconf("SC_CLK_TCK")
 
@@ -126,6 +127,7 @@ def compare(args: argparse.Namespace, echo: Server, lamina: Server) -> int:
     }
     whole = {name: replace(load, is_streamed=False) for name, load in loads.items()}
     servers = (echo, lamina)
+    time.sleep(_SETTLE_S)
     for server in servers:
         measure(server, whole[server.name], 200, 1)
         measure(server, loads[server.name], 32, 64)

@@ -3,10 +3,13 @@
 `python bench/transformers_server.py MODEL_DIR`: listens on a free port and writes `ready: http://127.0.0.1:PORT`. Batches are
 dynamic: when the model is free, all that waits and has the same prompt length starts together, at most --max-batch; what comes
 later waits until that batch has ended. Greedy, fp32, prompts in pieces of 512 tokens, no cache between requests.
+With --random the weights are made on the spot, in bf16: of MODEL_DIR only config.json and the tokenizer are read.
 """
 
 import argparse
 import asyncio
+import inspect
+import json
 import queue
 import threading
 import time
@@ -66,13 +69,23 @@ class _Job:
 
 
 class Model:
-    """The model in a thread of its own."""
+    """The model in a thread of its own. experts  how they are computed, where the weights are random; else the default."""
 
-    def __init__(self, directory: Path, max_batch: int) -> None:
+    def __init__(self, directory: Path, max_batch: int, device: str, is_random: bool, experts: str) -> None:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        self._config = AutoConfig.from_pretrained(directory)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        if is_random:
+            from against_transformers import Rival
+
+            rival = Rival(json.loads((directory / "config.json").read_bytes()), device, experts)
+            self._config, self._model = rival.config, rival.model
+        else:
+            self._config = AutoConfig.from_pretrained(directory)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+            self._model = model.to(device).eval()
+        names = inspect.signature(self._model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in names else "cache"
+        self._device = device
         self._max_batch = max_batch
         self._waiting: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._held: list[_Job] = []
@@ -97,9 +110,10 @@ class Model:
                 self._generate(batch)
 
     def _generate(self, batch: list[_Job]) -> None:
-        tokens, cache = torch.tensor([job.ids for job in batch]), DynamicCache(config=self._config)
+        tokens = torch.tensor([job.ids for job in batch], device=self._device)
+        kept = {self._cache_name: DynamicCache(config=self._config), "use_cache": True}
         for at in range(0, tokens.shape[1], _PIECE):
-            out = self._model(input_ids=tokens[:, at : at + _PIECE], cache=cache, use_cache=True, logits_to_keep=1)
+            out = self._model(input_ids=tokens[:, at : at + _PIECE], logits_to_keep=1, **kept)
         for place in range(max(job.max_tokens for job in batch)):
             drawn = out.logits[:, -1:].argmax(-1)
             for job, token in zip(batch, drawn[:, 0].tolist(), strict=True):
@@ -107,7 +121,7 @@ class Model:
                     assert self.loop is not None
                     self.loop.call_soon_threadsafe(job.tokens.put_nowait, token)
             if place + 1 < max(job.max_tokens for job in batch):
-                out = self._model(input_ids=drawn, cache=cache, use_cache=True)
+                out = self._model(input_ids=drawn, **kept)
 
 
 def main() -> None:
@@ -115,8 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--random", action="store_true", help="weights made on the spot, in bf16")
+    parser.add_argument("--experts", default="grouped_mm", help="with --random: grouped_mm, batched_mm or eager")
     args = parser.parse_args()
-    model, codec, chat = Model(args.model, args.max_batch), load_codec(args.model), find_chat_format(args.model, None, None)
+    model = Model(args.model, args.max_batch, args.device, args.random, args.experts)
+    codec, chat = load_codec(args.model), find_chat_format(args.model, None, None)
     assert codec is not None and chat is not None
 
     async def answer(request: Request) -> Response:

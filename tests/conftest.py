@@ -4,6 +4,11 @@ Helper modules lie beside the tests and are loaded by path, because test folders
 """
 
 import importlib.util
+import os
+import re
+import select
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +30,29 @@ def load_helper(relative: str) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --needs-all."""
+    parser.addoption("--needs-all", action="store_true", help="fail if a test is skipped for a package that is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first, all in one worker and its one process with an interpreter; the other steals what is short."""
+    items.sort(key=lambda item: item.name != "test_interpreted")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With --needs-all: a test that was skipped because something is not installed is a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.getoption("--needs-all"):
+        return
+    reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)]
+    if missing := sorted({reason for reason in reasons if re.search(r"not installed|could not import|No module named", reason)}):
+        reporter.write_line("")
+        for reason in missing:
+            reporter.write_line(f"error: tests were skipped: {reason}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,9 +83,50 @@ def driving() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def serving() -> ModuleType:
+    """tests/server/serving.py"""
+    return load_helper("server/serving.py")
+
+
+@pytest.fixture(scope="session")
 def rows() -> ModuleType:
     """tests/ops/rows.py"""
     return load_helper("ops/rows.py")
+
+
+@pytest.fixture(scope="session")
+def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], None]]:
+    """run_interpreted(file): runs a file's tests of kernels in Triton's interpreter; fails as they fail.
+
+    One process for all files (tests/ops/interpreter.py): importing PyTorch and Triton takes longer than many of them.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    logs = tmp_path_factory.mktemp("interpreted")
+    process: subprocess.Popen[str] | None = None
+
+    def run(file: str, timeout_s: float = 900) -> None:
+        nonlocal process
+        if process is None:
+            command = [sys.executable, str(_FOLDER / "ops" / "interpreter.py")]
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        assert process.stdin is not None and process.stdout is not None
+        log = logs / f"{Path(file).stem}.log"
+        process.stdin.write(f"{log} {file}\n")
+        process.stdin.flush()
+        if not select.select([process.stdout], [], [], timeout_s)[0]:
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.stdout.readline()
+        text = log.read_text(errors="replace") if log.exists() else ""
+        assert code == "0\n", f"exit code {code.strip() or 'none'}\n{text[-6000:]}"
+        assert " passed" in text
+
+    yield run
+    if process is not None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
 
 
 @pytest.fixture(scope="session")

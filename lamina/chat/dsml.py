@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lamina.base.errors import ConfigError
 from lamina.chat.answers import AnswerParser, ThoughtTags
 from lamina.chat.dsml_parser import DsmlCalls
-from lamina.chat.dsml_prompt import END_THINK, THINK, Plan, write_prompt
+from lamina.chat.dsml_prompt import DSML, END_THINK, THINK, Plan, write_prompt
 from lamina.chat.dsml_texts import EFFORT_ABSOLUTE, EFFORT_BEYOND
 from lamina.chat.formats import OutputParser
 from lamina.chat.records import ChatOptions, Message, Rendered, Tool
@@ -27,6 +27,7 @@ class DsmlFormat:
 
     name = "dsml"
     end_of_thinking: str | None = END_THINK
+    starts_of_calls: tuple[str, ...] = (DSML,)
 
     def __init__(
         self,

@@ -36,6 +36,11 @@ class ChatFormat(Protocol):
         """The token that ends the thoughts; a grammar starts after it. None where the format has no thoughts."""
         ...
 
+    @property
+    def starts_of_calls(self) -> tuple[str, ...]:
+        """Tokens that calls begin with, in the vocabularies that have them: after one there are no more thoughts."""
+        ...
+
     def render(self, messages: Sequence[Message], options: ChatOptions, special_tokens: Sequence[str] = ()) -> Rendered:
         """The prompt up to where the answer begins.
 

@@ -114,7 +114,13 @@ def settle(text: str, special_tokens: Sequence[str], mark: str, is_thinking: boo
     return Rendered(text, mark if mark in text else "", is_thinking)
 
 
-def encode(rendered: Rendered, encode: Callable[[str], list[int]]) -> list[int]:
-    """Token ids of a prompt: what stands between marks is encoded apart."""
+def encode(rendered: Rendered, encode: Callable[[str], list[int]], most: int | None = None) -> list[int]:
+    """Token ids of a prompt: what stands between marks is encoded apart. Those of a part more than `most`, if there are more."""
     parts = rendered.text.split(rendered.mark) if rendered.mark else [rendered.text]
-    return [token for part in parts if part for token in encode(part)]
+    found: list[int] = []
+    for part in parts:
+        if part:
+            found += encode(part)
+            if most is not None and len(found) > most:
+                break
+    return found

@@ -62,6 +62,7 @@ class JinjaFormat:
     """A `ChatFormat`."""
 
     name = "jinja"
+    starts_of_calls: tuple[str, ...] = ("<tool_call>",)
 
     def __init__(self, templates: Mapping[str, str], tokens: Mapping[str, str], added_tokens: frozenset[str]) -> None:
         """templates  by name: "default", and "tool_use" for requests with tools where there is one.

@@ -10,11 +10,15 @@ Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that an assistant made. arguments  JSON text, as the client or the model wrote it."""
+    """One call that an assistant made. arguments  JSON text, as the client or the model wrote it.
+
+    namespace  what the name begins with, before a dot, where the function is in one.
+    """
 
     id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ import asyncio
 import importlib.util
 import math
 import sys
-from contextlib import closing
+import time
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lamina.base.errors import ConfigError, LaminaError
 from lamina.cli.bench_data import DATASETS, Wanted, make_jobs, sample_text
 from lamina.cli.formatter import make_printable
-from lamina.cli.http_client import Client, parse_address, read_key
+from lamina.cli.http_client import Client, ServerError, parse_address, read_key
 from lamina.cli.options import add_common
 
+_POLL_S = 0.25
+_LISTEN_S = 3.0
 DESCRIPTION = """\
 Measures a server of OpenAI's protocol, Lamina's or another: time to first token (TTFT), time per
 output token (TPOT), gaps between chunks (ITL), time to the end, throughput, goodput, cached tokens
@@ -53,6 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="requests (agents: conversations) that begin in a second, a Poisson process; inf: all at once (default inf)",
     )  # fmt: skip
     group.add_argument("--concurrency", type=int, metavar="N", help="most requests in flight (default: no limit)")
+    group.add_argument(
+        "--wait", type=float, default=600.0, metavar="SECONDS",
+        help="how long to wait for a server that loads its model; 0: not at all (default 600)",
+    )  # fmt: skip
     group.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before, which do not count (default 0)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default 0)")
     group = parser.add_argument_group("lengths, in tokens")
@@ -91,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     address, key = parse_address(args.url), read_key(args.api_key_file)
     endpoint = args.endpoint or ("completions" if args.dataset == "random" else "chat")
     as_ids = endpoint == "completions"
+    console = Console(stderr=True, highlight=False)
     with closing(Client(address, key)) as client:
+        wait_until_ready(client, args.wait, console, args.quiet)
         names = [model.id for model in client.models()]
         if not names or (args.model is not None and args.model not in names):
             raise ConfigError("model", args.model, f"one of {', '.join(names)}" if names else "a model, and the server has none")
@@ -106,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
         address, key, endpoint, model, args.rate, args.concurrency, args.seed, args.temperature, timeout_s=args.timeout,
         extra=_extra(args.extra_body),
     )  # fmt: skip
-    console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=args.quiet or not sys.stderr.isatty()) as bar:
         if args.warmup:
@@ -151,6 +159,32 @@ def _extra(text: str | None) -> tuple[tuple[str, object], ...]:
         raise ConfigError("extra_body", text, f"a JSON object ({error})") from None
 
 
+def wait_until_ready(client: Client, wait_s: float, console: Console, is_quiet: bool) -> None:
+    """Returns when the server takes requests, or at once if wait_s is 0. Raises LaminaError after so many seconds.
+
+    A server listens before it loads; so an address where nobody does is given a moment, for one that was started just now.
+    """
+    start = time.monotonic()
+    text = f"waiting for {client.address}: it loads its model"
+    with console.status(text) if console.is_terminal and not is_quiet else nullcontext():
+        is_said = is_quiet or console.is_terminal
+        while wait_s:
+            waited_s = time.monotonic() - start
+            try:
+                if client.is_ready():
+                    return
+            except ServerError:
+                if waited_s > min(wait_s, _LISTEN_S):
+                    raise
+            else:
+                if not is_said:
+                    console.print(text, soft_wrap=True)
+                    is_said = True
+            if waited_s > wait_s:
+                raise LaminaError(f"{client.address} was not ready within --wait {wait_s:g} s: it answers /ready with 503")
+            time.sleep(min(_POLL_S, wait_s))
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for a number that makes no sense."""
     most = 1 << 31
@@ -158,6 +192,8 @@ def _check(args: argparse.Namespace) -> None:
         value = vars(args)[name]
         if value is not None and not 1 <= value < most:
             raise ConfigError(name, value, "an integer of at least 1")
+    if not 0 <= args.wait < most:
+        raise ConfigError("wait", args.wait, "a number of seconds from 0")
     if args.warmup < 0:
         raise ConfigError("warmup", args.warmup, "an integer of at least 0")
     if not args.rate > 0:

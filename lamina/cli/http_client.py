@@ -244,6 +244,16 @@ class Client:
         except msgspec.DecodeError:
             raise ServerError(f"{self.address} answers /v1/models with something else than a list of models") from None
 
+    def is_ready(self) -> bool:
+        """Whether new requests are served; a server without /ready that answers is ready. Raises ServerError if none answers."""
+        try:
+            self._ask("GET", "/ready")
+        except ServerError as error:
+            if not error.status:
+                raise
+            return error.status != 503
+        return True
+
     def count_tokens(self, text: str, model: str) -> int | None:
         """Tokens of a text by the server's /tokenize; None where it has none. Raises ServerError."""
         try:

@@ -81,11 +81,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-requests", type=int, default=256, metavar="N", help="outputs computed at once (default %(default)s)"
     )
     group.add_argument(
-        "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest body of a request (default %(default)s)"
+        "--max-body-bytes", default="16MiB", metavar="SIZE", help="largest body of a request (default %(default)s)"
     )
     group.add_argument(
         "--client-seconds", type=float, default=default.client_s, metavar="S",
         help="time for a client to send a head or a body, or to read what waits for it (default %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--keep-alive-seconds", type=float, default=default.keep_alive_s, metavar="S",
+        help="a stream that is silent for so long sends a comment, 0: never (default %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--drain-seconds",
@@ -164,7 +168,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     for name, value, low, high in (
         ("port", args.port, 0, 65_535), ("max_queue", args.max_queue, 1, 1_000_000),
         ("drain_seconds", args.drain_seconds, 0, 86_400), ("stall_seconds", args.stall_seconds, 0.1, 86_400),
-        ("client_seconds", args.client_seconds, 0.1, 86_400),
+        ("client_seconds", args.client_seconds, 0.1, 86_400), ("keep_alive_seconds", args.keep_alive_seconds, 0, 86_400),
     ):  # fmt: skip
         if not low <= value <= high:
             raise ConfigError(name, value, f"{low} to {high}")
@@ -174,7 +178,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     return ServerSettings(
         host=args.host, port=args.port, api_keys=keys, max_queue=args.max_queue,
         max_body_bytes=parse_bytes(args.max_body_bytes, "max_body_bytes"),
-        client_s=args.client_seconds, drain_s=args.drain_seconds, stall_s=args.stall_seconds,
+        client_s=args.client_seconds, keep_alive_s=args.keep_alive_seconds,
+        drain_s=args.drain_seconds, stall_s=args.stall_seconds,
         raw_special_tokens=args.raw_special_tokens, salt_by_api_key=args.salt_by_api_key,
         salt_secret=secrets.token_bytes(32), log_prompts=args.log_prompts, allow_origins=tuple(args.allow_origin),
         allow_hosts=tuple(name.lower() for name in args.allow_host), has_ui=not args.no_ui, has_traces=args.otel,

@@ -246,13 +246,13 @@ class EngineClient:
         if id in self._streams:
             self._send(Finish(id, child))
 
-    async def cache(self, limit: int = 256) -> CacheState:
-        """What the memory holds. Raises EngineRefused, EngineGone."""
-        return await self._call(lambda id: CacheQuery(id, limit))
+    async def cache(self, limit: int = 256, realm: str = "") -> CacheState:
+        """What the memory holds; of prefixes those whose cache_salt begins with `realm`. Raises EngineRefused, EngineGone."""
+        return await self._call(lambda id: CacheQuery(id, limit, realm))
 
-    async def change_cache(self, action: str, key: str = "") -> CacheState:
+    async def change_cache(self, action: str, key: str = "", realm: str = "") -> CacheState:
         """Pins, unpins or drops a prefix, or drops all where key is ""; the state then. Raises EngineRefused, EngineGone."""
-        return await self._call(lambda id: CacheChange(id, action, key))
+        return await self._call(lambda id: CacheChange(id, action, key, realm))
 
     async def _call(self, command_of: Callable[[str], Command]) -> CacheState:
         process = self._serving()

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from lamina.engine.wire import MemoryState, Stats
+from lamina.engine.wire import GrammarStats, MemoryState, Stats
 
 #: fields that only grow; the others are gauges of now
 COUNTERS = (
@@ -17,16 +17,25 @@ def summed(before: Stats | None, now: Stats) -> Stats:
         return now
     sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
     return msgspec.structs.replace(
-        now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished), **sums
-    )
+        now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished),
+        grammars=_grammars(before.grammars, now.grammars), **sums,
+    )  # fmt: skip
 
 
 def without_gauges(stats: Stats) -> Stats:
     """What is left of an engine that has gone: nothing runs and nothing is held."""
     memories = tuple(MemoryState(row.name, 0, 0) for row in stats.memories)
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=()
-    )
+        stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
+        grammars=msgspec.structs.replace(stats.grammars, kept=0, kept_bytes=0),
+    )  # fmt: skip
+
+
+def _grammars(left: GrammarStats, right: GrammarStats) -> GrammarStats:
+    return GrammarStats(
+        tuple(a + b for a, b in zip(left.compiled, right.compiled, strict=True)), left.total_s + right.total_s,
+        left.hits + right.hits, right.kept, right.kept_bytes, left.evicted + right.evicted, _added(left.refused, right.refused),
+    )  # fmt: skip
 
 
 def _added(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +20,12 @@ from lamina.engine.locate import locate
 from lamina.engine.outputs import Delta, RequestOutput, Usage
 from lamina.engine.text import load_codec
 from lamina.engine.text_output import GrowingOutput, to_logprobs
+from lamina.memory.kept import drop_path
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, predict
 from lamina.runtime.worker import Worker
-from lamina.schedule.request import Request, RequestState
+from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
 from lamina.schedule.step import LaunchedStep, Step, TokenLogprobs
@@ -141,6 +142,16 @@ class Engine:
         """Tokens that end an output."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.worker.eos_token_ids)
 
+    def _limit(self, thoughts: ThoughtLimit, params: SamplingParams, stop_ids: frozenset[int]) -> ThoughtLimit:
+        """Checked; an end that may not come before min_tokens comes then."""
+        if thoughts.tokens < 0:
+            raise ConfigError("thinking_token_budget", thoughts.tokens, "at least 0")
+        if not 0 <= thoughts.end < self.vocab_size:
+            raise ConfigError("thinking_token_budget", f"an end of {thoughts.end}", f"an id from 0 to {self.vocab_size - 1}")
+        if thoughts.end in stop_ids and thoughts.tokens < params.min_tokens:
+            return replace(thoughts, tokens=params.min_tokens)
+        return thoughts
+
     def _token_ids(self, prompt: str | Sequence[int], name: str) -> list[int]:
         if isinstance(prompt, str):
             if self.codec is None:
@@ -161,17 +172,21 @@ class Engine:
     def add(
         self, prompt: str | Sequence[int], params: SamplingParams, prompt_index: int = 0, cache_salt: str = "",
         priority: int = 0, owner: str = "", grammar: CompiledGrammar | None = None, keep_at: int | None = None,
+        thoughts: ThoughtLimit | None = None,
     ) -> Group:  # fmt: skip
         """Queues a prompt; `step` then makes progress on it. Raises as `check`.
 
         priority  lower comes first.   owner  shown with what it leaves in the cache.   grammar  what each output must match.
         keep_at   tokens of the prompt that the next turn of a chat will share: also kept as a point to resume from.
+        thoughts  how many tokens the thoughts that each output begins with may have.
         """
         ids = self.check(prompt, params)
         with self._lock, deferred_interrupts():
             self._next_id += 1
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
             stop_ids = self._stop_ids(params)
+            if thoughts is not None:
+                thoughts = self._limit(thoughts, params, stop_ids)
             max_new = min(params.max_tokens, self.max_model_len - len(ids))
             wants_prompt = params.prompt_logprobs is not None
             output = RequestOutput(
@@ -189,7 +204,7 @@ class Engine:
                     id=self._next_id, name=f"{group.id}.{child}", prompt=shared, params=params, seed=seed, max_new=max_new,
                     stop_ids=stop_ids, salt=cache_salt, child=child, parent=group.requests[0] if child else None,
                     priority=priority, owner=owner, grammar=None if grammar is None else grammar.start(stop_ids),
-                    keep_at=keep_at,
+                    keep_at=keep_at, thoughts=thoughts,
                 )  # fmt: skip
                 self._next_id += 1
                 group.requests.append(request)
@@ -286,6 +301,7 @@ class Engine:
                 self.scheduler.add(request)
             else:
                 request.state, request.lease, request.finish_reason = RequestState.FINISHED, None, "error"
+                request.error = "its step failed"
                 self._close(request, self.groups[request.id], "error")
 
     def take(self, group: Group) -> list[Delta]:
@@ -320,6 +336,8 @@ class Engine:
             self._close(request, group, "length")
             return
         if token is None:
+            request.error = "the model's scores were not finite (NaN or infinite)"
+            drop_path(self.ledger, request.tokens, request.salt)
             self._close(request, group, "error")
             return
         if not self.has_text:

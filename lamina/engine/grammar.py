@@ -6,11 +6,13 @@ Added tokens are no text to a grammar, so that no control token is drawn inside 
 marks around a tool call) sees that one as text: it is compiled against a vocabulary of its own.
 """
 
+import importlib.util
 import logging
 import os
 import statistics
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -22,12 +24,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.base.errors import ConfigError
+from lamina.base.errors import BusyError, ConfigError
 from lamina.base.log import event, get_logger
 from lamina.base.sizes import MiB
 from lamina.engine.grammar_checks import FIELDS, check_grammar, read_choices, short
+from lamina.engine.grammar_quiet import quiet
 from lamina.engine.grammar_vocabulary import View, Vocabulary, read_vocabulary
-from lamina.engine.wire import Grammar
+from lamina.engine.wire import GRAMMAR_S, Grammar, GrammarStats
 
 if TYPE_CHECKING:
     import xgrammar  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -149,6 +152,7 @@ class GrammarCompiler:
 
     directory  of the checkpoint, with a tokenizer.json.   vocab_size  the model's, which may be padded.
     limit_s    longest time to compile one; cache_bytes  of those that are kept.
+    A thread that compiles one beyond the limit cannot be ended, only waited for: while all are busy so, others are refused.
     Raises ConfigError where xgrammar is not installed or the checkpoint has no tokenizer that it can use.
     """
 
@@ -167,18 +171,50 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._kept_bytes = 0
         self._compilers: OrderedDict[View, xgrammar.GrammarCompiler] = OrderedDict()
-        _import_library()  # so that it is refused at once
+        self._num_late = 0  # threads with one that was given up
+        self._compiled = [0] * (len(GRAMMAR_S) + 1)
+        self._total_s, self._num_hits, self._num_evicted = 0.0, 0, 0
+        self._refused: dict[str, int] = {}
+        if not is_installed():
+            raise ConfigError("response_format", "a grammar", "none here: install lamina[structured]")
+
+    def stats(self) -> GrammarStats:
+        """What has been compiled, kept and refused so far."""
+        with self._lock:
+            return GrammarStats(
+                tuple(self._compiled), self._total_s, self._num_hits, len(self._kept), self._kept_bytes, self._num_evicted,
+                dict(self._refused),
+            )  # fmt: skip
+
+    def refused(self, reason: str) -> None:
+        """Counts one that was not compiled."""
+        with self._lock:
+            self._refused[reason] = self._refused.get(reason, 0) + 1
+
+    def is_late(self, change: int) -> None:
+        """A thread goes on with a grammar that was given up (1), or is free again (-1)."""
+        with self._lock:
+            self._num_late += change
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Begins to compile; the future raises ConfigError naming the field. Raises it at once for what can be seen at once."""
-        check_grammar(grammar)
+        """Begins to compile; the future raises ConfigError naming the field, or BusyError. What is known at once is raised so."""
+        try:
+            check_grammar(grammar)
+        except ConfigError:
+            self.refused("invalid")
+            raise
         if grammar.after is not None and not 0 <= grammar.after < self.vocab_size:
             raise ConfigError("after", grammar.after, f"a token id from 0 to {self.vocab_size - 1}")
         found: Future[CompiledGrammar] = Future()
         kept = self._look_up(grammar)
         if kept is not None:
+            with self._lock:
+                self._num_hits += 1
             found.set_result(self._bind(kept, grammar))
             return found
+        if self._num_late >= self._num_threads:
+            self.refused("busy")
+            raise BusyError(_busy(grammar, self.limit_s))
         _Job(self, grammar, found).start(self._pool)
         return found
 
@@ -198,7 +234,7 @@ class GrammarCompiler:
         return self._bind(kept, grammar)
 
     def _bind(self, kept: _Kept, grammar: Grammar) -> CompiledGrammar:
-        make = _import_library().GrammarMatcher
+        make = import_library().GrammarMatcher
         return CompiledGrammar(kept.compiled, make, self.vocab_size, self.eos_token_ids, grammar.after, kept.nbytes)
 
     def _look_up(self, grammar: Grammar) -> _Kept | None:
@@ -212,9 +248,11 @@ class GrammarCompiler:
         begin = time.monotonic()
         compiler = self._compiler_for(grammar)
         try:
-            compiled = _compile(compiler, grammar)
+            with quiet():
+                compiled = _compile(compiler, grammar)
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError(*_complaint(grammar, _reason(error))) from None
+        self._took(time.monotonic() - begin)
         nbytes = int(compiled.memory_size_bytes)
         if nbytes > _MAX_GRAMMAR_BYTES:
             raise ConfigError(*_complaint(grammar, f"it takes {nbytes} B compiled, at most {_MAX_GRAMMAR_BYTES} are allowed"))
@@ -230,6 +268,11 @@ class GrammarCompiler:
             )
         self._keep(grammar, kept)
         return kept
+
+    def _took(self, seconds: float) -> None:
+        with self._lock:
+            self._compiled[bisect_left(GRAMMAR_S, seconds)] += 1
+            self._total_s += seconds
 
     def _probe(self, compiled: CompiledGrammar) -> float:
         """Seconds that a mask takes, over the first tokens of some text."""
@@ -255,6 +298,7 @@ class GrammarCompiler:
             while self._kept_bytes > self.cache_bytes and len(self._kept) > 1:
                 (_, value), oldest = self._kept.popitem(last=False)
                 self._kept_bytes -= oldest.nbytes + len(value)
+                self._num_evicted += 1
 
     def _compiler_for(self, grammar: Grammar) -> "xgrammar.GrammarCompiler":
         """The compiler that sees the vocabulary as the grammar needs it."""
@@ -264,7 +308,7 @@ class GrammarCompiler:
             view = self._vocabulary.view_of(grammar)
             found = self._compilers.get(view)
             if found is None:
-                library = _import_library()
+                library = import_library()
                 info = library.TokenizerInfo(
                     self._vocabulary.texts(view), library.VocabType.RAW, vocab_size=self.vocab_size,
                     stop_token_ids=list(self.eos_token_ids) or None,
@@ -282,7 +326,10 @@ class _Job:
 
     def __init__(self, compiler: GrammarCompiler, grammar: Grammar, found: "Future[CompiledGrammar]") -> None:
         self._compiler, self._grammar, self._found = compiler, grammar, found
-        self._timer = threading.Timer(compiler.limit_s, self._give_up)
+        self._limit_s = compiler.limit_s
+        self._lock = threading.Lock()
+        self._is_running = self._is_late = False
+        self._timer = threading.Timer(self._limit_s, self._give_up)
         self._timer.daemon = True
 
     def start(self, pool: ThreadPoolExecutor) -> None:
@@ -291,24 +338,42 @@ class _Job:
         pool.submit(self._run)
 
     def _run(self) -> None:
-        if self._found.done():
-            return
         try:
+            import_library()
+            with self._lock:
+                if self._found.done():
+                    return
+                self._is_running = True
             compiled = self._compiler.build(self._grammar)
         except Exception as error:
-            self._settle(None, error)
+            self._end(None, error)
         else:
-            self._settle(compiled, None)
-        finally:
-            self._timer.cancel()
+            self._end(compiled, None)
+
+    def _end(self, compiled: CompiledGrammar | None, error: Exception | None) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_running = False
+            if self._is_late:
+                self._compiler.is_late(-1)
+        if self._settle(compiled, error) and error is not None:
+            self._compiler.refused("invalid")
 
     def _give_up(self) -> None:
-        self._settle(
-            None, ConfigError(*_complaint(self._grammar, f"it takes longer than {self._compiler.limit_s:g} s to compile"))
-        )
+        """The limit has passed: its client is to blame if it was being compiled all the time, nobody is if it had to wait."""
+        with self._lock:
+            is_running = self._is_running
+            if is_running:
+                self._is_late = True
+                self._compiler.is_late(1)
+        error: Exception = BusyError(_busy(self._grammar, self._limit_s))
+        if is_running:
+            error = ConfigError(*_complaint(self._grammar, f"it takes longer than {self._limit_s:g} s to compile"))
+        if self._settle(None, error):
+            self._compiler.refused("late" if is_running else "busy")
 
-    def _settle(self, compiled: CompiledGrammar | None, error: Exception | None) -> None:
-        """The first to come counts; a future that was cancelled wants nothing."""
+    def _settle(self, compiled: CompiledGrammar | None, error: Exception | None) -> bool:
+        """Whether it was the first to come, which counts; a future that was cancelled wants nothing."""
         try:
             if compiled is not None:
                 self._found.set_result(compiled)
@@ -316,14 +381,29 @@ class _Job:
                 self._found.set_exception(error)
         except InvalidStateError:
             event(_LOG, "grammar_late", logging.DEBUG, kind=self._grammar.kind)
+            return False
+        return True
 
 
-def _import_library() -> ModuleType:
+def is_installed() -> bool:
+    """Whether there is a library to compile grammars with. It is not imported."""
+    return importlib.util.find_spec("xgrammar") is not None
+
+
+def import_library() -> ModuleType:
+    """The library. The first time it takes seconds. Raises ConfigError where it cannot be imported."""
     try:
         import xgrammar
     except ImportError as error:
         raise ConfigError("response_format", "a grammar", f"none here ({error}): install lamina[structured]") from None
     return xgrammar
+
+
+def _busy(grammar: Grammar, limit_s: float) -> str:
+    return (
+        f"{FIELDS[grammar.kind]}: no thread was free to compile it within {limit_s:g} s (the library is being loaded, or others' "
+        "grammars take too long): come again"
+    )
 
 
 def _compile(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":

@@ -6,6 +6,7 @@ of it in one message. Texts never come here, only token ids. See wire.py for the
 What needs torch is imported only once the server has been heard, as that takes longer than everything else here.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -51,6 +52,7 @@ def _run(link: Link, guard: Guard, make_engine: "MakeEngine | None") -> int:
         event(_LOG, "no_start", logging.ERROR, seconds=_FIRST_COMMAND_S)
         link.forget_folder()
         return 1
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")  # see grammar_quiet.py
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("lamina").setLevel(start.log_level)
     guard.bind_to_parent()
@@ -62,6 +64,8 @@ def _run(link: Link, guard: Guard, make_engine: "MakeEngine | None") -> int:
             _LOG.exception("loading failed")
         return 1
     guard.is_serving = True
+    gc.collect()
+    gc.freeze()  # what is here now stays: a look at all of it would be a pause in the midst of answers
     link.send(loop.ready)
     try:
         return loop.run()

@@ -8,7 +8,7 @@ from lamina.engine.wire import CacheChange, CacheQuery, CacheState, MemoryState,
 from lamina.memory.kept import drop, drop_all, memory_states, num_prefixes, page_states, pin, prefixes, unpin
 from lamina.memory.ledger import Ledger
 
-_Change: TypeAlias = Callable[[Ledger, str], object]
+_Change: TypeAlias = Callable[[Ledger, str, str], object]
 
 _CHANGES: dict[str, _Change] = {"pin": pin, "unpin": unpin, "drop": drop}
 _MOST_PREFIXES = 10_000
@@ -27,11 +27,12 @@ def cache_state(ledger: Ledger, command: CacheQuery | CacheChange) -> CacheState
     arena = ledger.arena
     rows = tuple(
         PrefixRow(row.key, row.tokens, row.age_s, row.hits, row.owner, row.is_pinned, row.is_running, row.pages, row.checkpoints)
-        for row in prefixes(ledger, limit)
+        for row in prefixes(ledger, limit, command.realm)
     )
     return CacheState(
         id=command.id, free_pages=arena.free, held_pages=arena.held, cached_pages=arena.evictable, pinned_pages=arena.pinned,
-        page_bytes=ledger.layout.page_bytes, memories=memories_of(ledger), prefixes=rows, num_prefixes=num_prefixes(ledger),
+        page_bytes=ledger.layout.page_bytes, memories=memories_of(ledger), prefixes=rows,
+        num_prefixes=num_prefixes(ledger, command.realm),
         page_states=tuple(page_states(ledger)),
     )  # fmt: skip
 
@@ -46,6 +47,6 @@ def _change(ledger: Ledger, command: CacheChange) -> None:
     if change is None:
         raise ConfigError("action", command.action, f"one of {', '.join(_CHANGES)}")
     if command.action == "drop" and not command.key:
-        drop_all(ledger)
+        drop_all(ledger, command.realm)
     else:
-        change(ledger, command.key)
+        change(ledger, command.key, command.realm)

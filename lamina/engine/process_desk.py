@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from lamina.base.errors import CapacityError, ConfigError
+from lamina.base.errors import BusyError, CapacityError, ConfigError, MissingError
 from lamina.base.log import event, get_logger
 from lamina.engine.engine import Engine, Group, News
 from lamina.engine.grammar import CompiledGrammar
 from lamina.engine.process_facts import Tally
 from lamina.engine.process_grammars import Grammars
-from lamina.engine.wire import LogprobRow, Output, Refusal, RequestRow, Sampling, Submit, UsageRow
-from lamina.schedule.request import Request, RequestState
+from lamina.engine.wire import GrammarStats, LogprobRow, Output, Refusal, RequestRow, Sampling, Submit, UsageRow
+from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import Step, TokenLogprobs
 
@@ -90,12 +91,12 @@ class Desk:
             raise ConfigError("id", submit.id, "an id that no request has")
         if submit.deadline_s is not None and not math.isfinite(submit.deadline_s):
             raise ConfigError("deadline_s", submit.deadline_s, "a finite number of seconds")
-        params = sampling_params(submit.sampling)
-        prompt = self._engine.check(token_ids(submit.prompt), params)
+        params, prompt = sampling_params(submit.sampling), token_ids(submit.prompt)
         now = time.monotonic()
         ends = math.inf if submit.deadline_s is None else now + submit.deadline_s
         live = _Live(submit, params, prompt, now, ends, params.n)
         if submit.grammar is not None:
+            self._engine.check(prompt, params)  # nothing is compiled for one that cannot be served
             live.compiling = self._grammars.compile(submit.grammar)
         else:
             self._add(live, None)
@@ -105,10 +106,11 @@ class Desk:
 
     def _add(self, live: _Live, grammar: CompiledGrammar | None) -> None:
         """Gives a prompt to the engine."""
-        submit = live.submit
+        submit, limit = live.submit, live.submit.thoughts
+        thoughts = None if limit is None else ThoughtLimit(limit.tokens, limit.end, frozenset((limit.end, *limit.others)))
         group = live.group = self._engine.add(
             live.prompt, live.params, cache_salt=submit.cache_salt, priority=submit.priority, owner=submit.owner, grammar=grammar,
-            keep_at=submit.keep_at,
+            keep_at=submit.keep_at, thoughts=thoughts,
         )  # fmt: skip
         for request in group.requests:
             self._owners[request.id] = live
@@ -219,7 +221,7 @@ class Desk:
         usage = self._usage(live, request, now)
         stop_token = token if finish == "stop" and token in request.stop_ids else None
         self._forget(live, request, finish)
-        return Output(live.submit.id, request.child, tokens, rows, finish, stop_token, usage, prompt_rows(request))
+        return Output(live.submit.id, request.child, tokens, rows, finish, stop_token, usage, prompt_rows(request), request.error)
 
     def _usage(self, live: _Live, request: Request, now: float) -> UsageRow:
         times = self._times[request.id]
@@ -256,6 +258,14 @@ class Desk:
         """Requests whose grammar is being compiled."""
         return self._grammars.num_pending
 
+    def grammar_stats(self) -> GrammarStats:
+        """What grammars cost so far."""
+        return self._grammars.stats()
+
+    def prepare(self) -> None:
+        """What the first grammar needs is made ready beside the loop."""
+        self._grammars.prepare()
+
     def rows(self, most: int) -> tuple[RequestRow, ...]:
         """Requests as the web page shows them, running ones first."""
         now = time.monotonic()
@@ -284,9 +294,11 @@ class Desk:
 def refusal(id: str, error: Exception) -> Refusal:
     """What the server is told of a request or change that failed."""
     if isinstance(error, ConfigError):
-        return Refusal(id, "config", str(error), error.field)
+        return Refusal(id, "missing" if isinstance(error, MissingError) else "config", str(error), error.field)
     if isinstance(error, CapacityError):
         return Refusal(id, "capacity", str(error))
+    if isinstance(error, BusyError):
+        return Refusal(id, "busy", str(error))
     event(_LOG, "refused_by_fault", logging.ERROR, error=f"{type(error).__name__}: {error}")
     return Refusal(id, "internal", f"{type(error).__name__}: {error}")
 
@@ -299,8 +311,9 @@ def token_ids(prompt: bytes) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=256)
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """The same settings as the engine takes them. Raises ConfigError."""
+    """The same settings as the engine takes them; those that many requests share are checked once. Raises ConfigError."""
     return SamplingParams(
         n=sampling.n, max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, temperature=sampling.temperature,
         top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=sampling.seed,

@@ -9,7 +9,7 @@ import msgspec
 
 from lamina.engine.engine import Engine
 from lamina.engine.process_cache import memories_of
-from lamina.engine.wire import MemoryRow, Ready, RequestRow, Stats
+from lamina.engine.wire import GrammarStats, MemoryRow, Ready, RequestRow, Stats
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import CHECKPOINTS, Held, predict
@@ -20,6 +20,7 @@ from lamina.schedule.step import Step
 
 PLAN_LENGTHS = (1024, 8192, 32768)
 _MOST_ROWS = 200
+_NO_GRAMMARS = GrammarStats()
 
 
 class _ModelConfig(msgspec.Struct):
@@ -133,7 +134,7 @@ class Tally:
         """An output has ended."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def stats(self, num_waiting: int, rows: tuple[RequestRow, ...]) -> Stats:
+    def stats(self, num_waiting: int, rows: tuple[RequestRow, ...], grammars: GrammarStats = _NO_GRAMMARS) -> Stats:
         """All of it now. num_waiting  requests that the engine has not been given yet."""
         engine, sums, arena = self.engine, self._sums(), self.engine.ledger.arena
         return Stats(
@@ -144,7 +145,7 @@ class Tally:
             drawn_tokens=self.drawn_tokens, steps=self.steps, prefill_s=self.prefill_s, decode_s=self.decode_s,
             preemptions=sums.preemptions, evictions=sums.evictions, late_results=sums.late_results, lookups=self.lookups,
             misses=dict(self.misses), finished=dict(self.finished), memories=memories_of(engine.ledger),
-            requests=rows[:_MOST_ROWS],
+            requests=rows[:_MOST_ROWS], grammars=grammars,
         )  # fmt: skip
 
     def _sums(self) -> _Sums:

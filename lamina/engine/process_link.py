@@ -13,6 +13,7 @@ from lamina.base.log import event, get_logger
 from lamina.engine.wire import Command, Report
 
 _LOG = get_logger(__name__)
+_READABLE = int(zmq.POLLIN)  # plain: the library's enumeration costs more than the question
 #: what may wait to be sent; a server that has stopped reading makes the engine wait, as there is nobody to serve
 _MOST_UNSENT = 100_000
 _LINGER_MS = 2000
@@ -63,10 +64,9 @@ class Link:
     def commands(self, most: int) -> Iterator[Command]:
         """Those that are there, at most so many. What cannot be read is logged and dropped."""
         for _ in range(most):
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not int(self._socket.get(zmq.EVENTS)) & _READABLE:  # asking is a tenth of the time of an attempt that fails
                 return
+            data = self._socket.recv(zmq.NOBLOCK)
             try:
                 yield self._decoder.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -54,6 +54,7 @@ class Loop:
 
     def run(self) -> int:
         """The exit code: 0 after Shutdown or SIGTERM, 1 if steps fail again and again."""
+        self._desk.prepare()
         while not self._guard.is_stopping:
             for command in self._link.commands(_MOST_COMMANDS):
                 self._obey(command)
@@ -94,7 +95,9 @@ class Loop:
         has_work = self._desk.has_requests
         if now >= self._next_stats or has_work != self._had_work:
             self._had_work, self._next_stats = has_work, now + _STATS_S
-            self._link.send(self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS)))
+            self._link.send(
+                self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats())
+            )
 
     def _rest(self) -> None:
         """Waits for a command, a grammar, a deadline, or the time of the next counters."""

@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders
 
 from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
+from lamina.engine.text_bound import longest_token_bytes
 
 _log = get_logger(__name__)
 _NUM_U32 = 1 << 32
@@ -55,6 +56,12 @@ class TextCodec:
         if self._steps is None:
             event(_log, "detokenise", streaming=False, why="the decoder of tokenizer.json needs the whole text")
         self._texts: dict[int, str] = {}
+        self._longest = longest_token_bytes(self._tokenizer, BYTE_OF)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that no encoding of `text` goes below; 0 where there is no such bound."""
+        num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        return 0 if self._longest is None else -(-num_bytes // self._longest)
 
     @property
     def vocab_size(self) -> int:

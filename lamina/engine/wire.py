@@ -40,6 +40,17 @@ class Grammar(msgspec.Struct, frozen=True):
     after: int | None = None
 
 
+class Thoughts(msgspec.Struct, frozen=True):
+    """How many tokens the thoughts may have that an output begins with.
+
+    end   the token that is drawn then.   others  tokens that end them too: nothing is drawn for the model after one of these.
+    """
+
+    tokens: int
+    end: int
+    others: tuple[int, ...] = ()
+
+
 # The server's -------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +67,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     priority  lower comes first, as in vLLM; waiting lowers it.   deadline_s  from now; it then ends with "deadline".
     owner     shown with what it leaves in the cache, never a secret.
     keep_at   tokens of the prompt that the next turn of the chat will share.
+    thoughts  None: as many as the model likes.
     """
 
     id: str
@@ -67,6 +79,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     grammar: Grammar | None = None
     owner: str = ""
     keep_at: int | None = None
+    thoughts: Thoughts | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -83,18 +96,26 @@ class Finish(msgspec.Struct, tag=True, frozen=True):
 
 
 class CacheQuery(msgspec.Struct, tag=True, frozen=True):
-    """Asks for what the memory holds. limit  most prefixes listed, the most recently used first."""
+    """Asks for what the memory holds. limit  most prefixes listed, the most recently used first.
+
+    realm  prefixes whose cache_salt begins with it; others are not listed or counted.
+    """
 
     id: str
     limit: int = 256
+    realm: str = ""
 
 
 class CacheChange(msgspec.Struct, tag=True, frozen=True):
-    """Pins, unpins or drops a prefix by its key (hexadecimal), or drops everything that nobody uses where key is ""."""
+    """Pins, unpins or drops a prefix by its key (hexadecimal), or drops everything that nobody uses where key is "".
+
+    realm  as in CacheQuery: what lies outside of it is not there.
+    """
 
     id: str
     action: str
     key: str = ""
+    realm: str = ""
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -180,6 +201,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish       stop, length, abort, error, deadline; None while it goes on.   usage  of this output, with its finish.
     stop_token   the id that ended it, an end-of-text token or one of stop_token_ids: then it is the last of `tokens`.
     prompt_logprobs  come once, with the finish of child 0; None in place of the first token.
+    error        why, where finish is "error".
     """
 
     id: str
@@ -190,6 +212,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int | None = None
     usage: UsageRow | None = None
     prompt_logprobs: tuple[LogprobRow | None, ...] | None = None
+    error: str = ""
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
@@ -199,7 +222,8 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """A request or a change that cannot be served. kind  config (the client's fault, `field` names it), capacity, internal."""
+    """A request or a change that cannot be served. kind  config (the client's fault, `field` names it), missing (that
+    what it names is not there), capacity, busy, internal."""
 
     id: str
     kind: str
@@ -259,6 +283,26 @@ class RequestRow(msgspec.Struct, frozen=True):
     age_s: float
 
 
+#: bounds of the histogram of seconds that a grammar took to compile
+GRAMMAR_S = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1.0, 2.5, 5.0, 10.0)  # fmt: skip
+
+
+class GrammarStats(msgspec.Struct, frozen=True):
+    """What grammars cost. compiled  how many by the bounds of GRAMMAR_S, the last count is of those beyond; total_s  in all.
+
+    hits     requests whose grammar was kept.   kept, kept_bytes  now.   evicted  to make room.
+    refused  by reason: invalid, late (given up at its limit), busy (nobody was free to compile it).
+    """
+
+    compiled: tuple[int, ...] = (0,) * (len(GRAMMAR_S) + 1)
+    total_s: float = 0.0
+    hits: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    evicted: int = 0
+    refused: dict[str, int] = {}
+
+
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counters since the start, which only grow, and gauges of now; sent every quarter of a second and when work begins or ends.
 
@@ -289,6 +333,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     finished: dict[str, int]
     memories: tuple[MemoryState, ...]
     requests: tuple[RequestRow, ...]
+    grammars: GrammarStats = GrammarStats()
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

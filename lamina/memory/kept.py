@@ -3,14 +3,16 @@
 A prefix is an end of a path through the index: a block that nothing follows, or a checkpoint inside a block that no other
 continues. Its key is the block's 128-bit key, or one over that key and the tokens after it. Neither names the cache_salt.
 Nothing here reads tokens of a path, and a lookup with another salt starts from another root, so it never meets what is listed.
+
+A realm narrows all of it to the prefixes whose cache_salt begins with it; "" is everything. What lies outside is not there.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lamina.base.errors import ConfigError
+from lamina.base.errors import ConfigError, MissingError
 from lamina.memory.edges import edges_below, next_edge
 from lamina.memory.ledger import Ledger
 from lamina.memory.pins import Pin
@@ -54,27 +56,27 @@ class MemoryBytes:
 # -- looking
 
 
-def prefixes(ledger: Ledger, limit: int = 256) -> list[Prefix]:
+def prefixes(ledger: Ledger, limit: int = 256, realm: str = "") -> list[Prefix]:
     """The prefixes used last, the latest first; pinned ones always, also where others go on from them.
 
-    O(listed, and their blocks).
+    O(listed, and their blocks, and ends of paths outside the realm).
     """
     index, now = ledger.index, ledger.index.clock()
     known: dict[Node, list[Checkpoint]] = {}
-    pinned = [_item_of(pin) for pin in ledger.pins.all]
+    pinned = [item for item in map(_item_of, ledger.pins.all) if _salt_of(item).startswith(realm)]
     found: dict[Node | Checkpoint, float] = {item: index.recent.get(item, now) for item in pinned}
     for item, used_at in reversed(index.recent.items()):
         if len(found) >= limit:
             break
-        if item not in found and _is_end(item):
+        if item not in found and _is_end(item) and _salt_of(item).startswith(realm):
             found[item] = used_at
     rows = [_row(ledger, item, max(0.0, now - used_at), known) for item, used_at in found.items()]
     return sorted(rows, key=lambda row: row.age_s)[:limit]
 
 
-def num_prefixes(ledger: Ledger) -> int:
-    """How many ends of paths there are. O(these)."""
-    return sum(1 for item in ledger.index.recent if _is_end(item))
+def num_prefixes(ledger: Ledger, realm: str = "") -> int:
+    """How many ends of paths there are. O(all of them)."""
+    return sum(1 for item in ledger.index.recent if _is_end(item) and _salt_of(item).startswith(realm))
 
 
 def page_states(ledger: Ledger) -> list[tuple[str, int]]:
@@ -100,14 +102,14 @@ def memory_states(ledger: Ledger) -> list[MemoryBytes]:
 # -- changing
 
 
-def pin(ledger: Ledger, key: str) -> None:
+def pin(ledger: Ledger, key: str, realm: str = "") -> None:
     """Keeps a path, and the deepest checkpoint on it, from eviction; nothing happens where it is pinned.
 
     Pins give way, oldest first and with a log line, to a request that could not run although nothing else does.
-    Raises ConfigError for a key that is not there, CapacityError where more than half of the pages would be pinned, or pages that
-    running requests may need.
+    Raises MissingError for a key that is not there, CapacityError where more than half of the pages would be pinned, or pages
+    that running requests may need.
     """
-    item = _find(ledger, key)
+    item = _find(ledger, key, realm)
     if bytes.fromhex(key) in ledger.pins:
         return
     node = item if isinstance(item, Node) else item.node
@@ -124,36 +126,67 @@ def pin(ledger: Ledger, key: str) -> None:
         ledger.pins.refuse(bytes.fromhex(key), 0, 0)
 
 
-def unpin(ledger: Ledger, key: str) -> None:
-    """Lets a pinned path be evicted again. Raises ConfigError for one that is not pinned."""
-    if _key(key) not in ledger.pins:
+def unpin(ledger: Ledger, key: str, realm: str = "") -> None:
+    """Lets a pinned path be evicted again. Raises MissingError for a key that is not there, ConfigError for one without a pin."""
+    pinned = {pin.key: _item_of(pin) for pin in ledger.pins.all}.get(_key(key))
+    if pinned is None or not _salt_of(pinned).startswith(realm):
+        _find(ledger, key, realm)
         raise ConfigError("key", key, "the key of a pinned prefix")
     ledger.tick()
     ledger.pins.remove(_key(key))
     ledger.recount()
 
 
-def drop(ledger: Ledger, key: str) -> int:
+def drop(ledger: Ledger, key: str, realm: str = "") -> int:
     """Evicts the checkpoints and blocks that only this prefix holds and nobody uses, from its end upwards; the pages freed.
 
-    Raises ConfigError for a key that is not there, or that is pinned.
+    Raises MissingError for a key that is not there, ConfigError for one that is pinned.
     """
-    item = _find(ledger, key)
+    item = _find(ledger, key, realm)
     if item.kept:
         raise ConfigError("key", key, "a prefix that is not pinned; unpin it first")
-    now, before = ledger.tick(), ledger.free_pages
+    before = ledger.free_pages
+    _drop(ledger, item, ledger.tick())
+    return ledger.free_pages - before
+
+
+def drop_all(ledger: Ledger, realm: str = "") -> int:
+    """Evicts everything that nobody uses or has pinned; the pages freed."""
+    before = ledger.free_pages
+    if realm:
+        now = ledger.tick()
+        for item in [item for item in ledger.index.recent if _is_end(item) and _salt_of(item).startswith(realm)]:
+            _drop(ledger, item, now)
+    else:
+        ledger.drop_index()
+    return ledger.free_pages - before
+
+
+def drop_path(ledger: Ledger, tokens: Sequence[int], salt: str) -> None:
+    """Evicts what was stored of these tokens: checkpoints that nobody uses, blocks from the end up to where others go on."""
+    index, prompt = ledger.index, ledger.prompt(tokens, salt)
+    node: Node | None = index.root(prompt)
+    assert node is not None
+    while (below := index.child(node, prompt.block(node.depth), prompt.key(node.depth + 1))) is not None:
+        node = below
+    now, path = ledger.tick(), prompt.block(node.depth)
+    while node is not None:
+        for made in _on(node, path):
+            if made.evictable:  # others may go on from it: its open page may be one that this path has filled
+                index.evict(made, now, "scores that were not finite")
+        if node.parent is None or node.edges or not node.evictable:
+            return
+        parent, path = node.parent, node.tokens
+        index.evict(node, now, "scores that were not finite")
+        node = parent
+
+
+def _drop(ledger: Ledger, item: Node | Checkpoint, now: int) -> None:
+    """Evicts what only this path holds, from its end up to what is in use."""
     for own in list(_own(item)) if _is_end(item) else ():
         if not own.evictable:
             break
         ledger.index.evict(own, now, "a user who dropped it")
-    return ledger.free_pages - before
-
-
-def drop_all(ledger: Ledger) -> int:
-    """Evicts everything that nobody uses or has pinned; the pages freed."""
-    before = ledger.free_pages
-    ledger.drop_index()
-    return ledger.free_pages - before
 
 
 # -- parts
@@ -169,11 +202,16 @@ def _key(key: str) -> bytes:
     return found
 
 
-def _find(ledger: Ledger, key: str) -> Node | Checkpoint:
+def _find(ledger: Ledger, key: str, realm: str) -> Node | Checkpoint:
     item = ledger.index.by_key(_key(key))
-    if item is None:
-        raise ConfigError("key", key, _ALLOWED)
+    if item is None or not _salt_of(item).startswith(realm):
+        raise MissingError("key", key, _ALLOWED)
     return item
+
+
+def _salt_of(item: Node | Checkpoint) -> str:
+    node = item if isinstance(item, Node) else item.node
+    return "" if node is None else node.salt
 
 
 def _item_of(pin: Pin) -> Node | Checkpoint:

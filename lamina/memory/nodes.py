@@ -16,15 +16,18 @@ class Node:
     edges   sorted token bytes of all children and checkpoint tails.
     stamp   when it was last used; of a node with something below it, when that was last known.   uses  hits that went through.
     density tokens it saves a page.   queued  see EvictionQueue.
-    owner   who published it first.   kept  pins of users that end here.
+    owner   who published it first.   kept  pins of users that end here.   salt  the cache_salt of its root.
     """
 
     __slots__ = (
         "checkpoints", "children", "density", "depth", "edges", "kept", "key", "owner", "page", "parent", "pins", "queued",
-        "resident", "stamp", "tokens", "uses",
+        "resident", "salt", "stamp", "tokens", "uses",
     )  # fmt: skip
 
-    def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None, density: float) -> None:
+    def __init__(
+        self, parent: "Node | None", key: bytes, tokens: bytes, page: int | None, density: float, salt: str = ""
+    ) -> None:
+        """salt  of a root; others have their parent's."""
         self.parent = parent
         self.key = key
         self.tokens = tokens
@@ -41,6 +44,7 @@ class Node:
         self.resident = True
         self.owner = ""
         self.kept = 0
+        self.salt: str = salt if parent is None else parent.salt
 
     @property
     def role(self) -> int:

@@ -127,7 +127,7 @@ class PrefixIndex:
     def root(self, prompt: Prompt) -> Node:
         """The root of a prompt's cache_salt; a new one that is kept only once it is pinned or has something below it."""
         key = prompt.key(0)
-        return self._roots.get(key) or Node(None, key, b"", None, 0.0)
+        return self._roots.get(key) or Node(None, key, b"", None, 0.0, prompt.salt)
 
     def child(self, node: Node, block: bytes, key: bytes | None = None) -> Node | None:
         """The resident node of `block` below `node`, its tokens compared. `key` saves computing it."""

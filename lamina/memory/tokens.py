@@ -5,6 +5,7 @@ import json
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -42,6 +43,7 @@ def block_key(parent: bytes, block: bytes) -> bytes:
     return hashlib.blake2b(block, digest_size=KEY_BYTES, key=parent).digest()
 
 
+@lru_cache(maxsize=256)
 def root_key(model_id: str, layout_id: str, salt: str) -> bytes:
     """The key that a chain of blocks starts from: whoever differs in one of these shares nothing."""
     return hashlib.blake2b(json.dumps([model_id, layout_id, salt]).encode(), digest_size=KEY_BYTES).digest()

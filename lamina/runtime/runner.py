@@ -1,6 +1,8 @@
 """Executes a step: copies, the model, samples, copies. It decides nothing."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -106,7 +108,11 @@ class Runner:
         for start in range(0, len(part.targets), _LOGPROB_ROWS):
             targets = part.targets[start : start + _LOGPROB_ROWS]
             logits = self._padded_logits(hidden[start : start + len(targets)])[: len(targets)]
-            found.extend(_report(logits, targets, part.num_logprobs))
+            is_bad = ~logits.amax(dim=-1).isfinite()  # NaN if any is: no other request's step ends for them
+            if bool(is_bad.any()):
+                logits = logits.masked_fill(is_bad[:, None], 0.0)
+            rows = _report(logits, targets, part.num_logprobs)
+            found.extend(replace(row, logprob=math.nan) if bad else row for row, bad in zip(rows, is_bad.tolist(), strict=True))
         return tuple(found)
 
     def _sample(self, step: Step, hidden: Tensor | None) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:

@@ -28,6 +28,13 @@ class GrammarState(Protocol):
         ...
 
 
+def mask_of(token: int, vocab_size: int) -> bytes:
+    """The mask that allows this token alone."""
+    words = bytearray(-(-vocab_size // 32) * 4)
+    words[token >> 3] = 1 << (token & 7)
+    return bytes(words)
+
+
 def allows_any(mask: bytes, banned: Collection[int] = ()) -> bool:
     """Whether any token of a mask may come that is not banned."""
     words = np.frombuffer(mask, np.uint8)

@@ -12,6 +12,15 @@ from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class ThoughtLimit:
+    """Once `tokens` tokens are drawn the next one is `end`, unless one of `ends`, which all end the thoughts, came before."""
+
+    tokens: int
+    end: int
+    ends: frozenset[int]
+
+
 class RequestState(Enum):
     """Where a request is in its life."""
 
@@ -34,6 +43,7 @@ class Request:
     expected_hit  tokens that a lookup found while it waited; -1: none was made.
     grammar  what its output must match; None: anything.
     keep_at  tokens of the prompt after which the next turn of a chat will differ: a point to resume from is kept there.
+    thoughts how many it may have; None: any number.   error  why it ended with "error".
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -69,6 +79,8 @@ class Request:
     expected_hit: int = -1
     grammar: GrammarState | None = None
     keep_at: int | None = None
+    thoughts: ThoughtLimit | None = None
+    error: str = ""
     looks_at_ids: bool = field(init=False)  # drawing needs to know what was drawn before
     awaits_ids: bool = field(init=False)  # the next token cannot be planned before the last one is known here
 
@@ -95,7 +107,19 @@ class Request:
     @property
     def may_run_ahead(self) -> bool:
         """Whether the next token can be drawn while the last one is not known here, and is wanted whatever that one is."""
-        return not self.awaits_ids and len(self.tokens) + self.num_pending - len(self.prompt) < self.max_new
+        num_output = len(self.tokens) + self.num_pending - len(self.prompt)
+        return not self.awaits_ids and num_output < self.max_new and not self.is_limit(num_output)
+
+    def is_limit(self, num_output: int) -> bool:
+        """Whether the token after so many may be one that nobody draws: then all before it must be known."""
+        return self.thoughts is not None and num_output == self.thoughts.tokens
+
+    def forced(self, num_output: int) -> int | None:
+        """The id that has to come after so many tokens; None: any."""
+        thoughts = self.thoughts
+        if thoughts is None or num_output != thoughts.tokens or not thoughts.ends.isdisjoint(self.output):
+            return None
+        return thoughts.end
 
     def banned(self, num_output: int) -> tuple[int, ...]:
         """Ids that cannot be drawn after so many tokens, whatever a mask says."""

@@ -25,6 +25,7 @@ from lamina.memory.lease import Lease, Refused, Wait
 from lamina.memory.ledger import Ledger
 from lamina.memory.tokens import Prompt
 from lamina.schedule.draft import Cohort, Draft, Flight
+from lamina.schedule.grammar import mask_of
 from lamina.schedule.policy import (
     ASK_AGAIN_STEPS,
     MAX_ASKED,
@@ -468,6 +469,11 @@ class Scheduler:
             left = request.max_new + len(request.prompt) - len(request.tokens) - request.num_pending
             if left <= 0:
                 continue  # its last token is being drawn
+            if request.thoughts is not None:
+                until = request.thoughts.tokens - request.max_new + left
+                if until == 0:
+                    return None  # the next token may be forced
+                left = min(left, until) if until > 0 else left
             member = self._members.get(request.id)
             if member is None:
                 if not self._is_decode(request):
@@ -494,7 +500,10 @@ class Scheduler:
         start = lease.position
         if start < num_prompt or start != len(request.tokens) + request.num_pending - 1 or start < lease.write_from:
             return False
-        return start + 1 != lease.junction and not request.awaits_ids and start + 1 - num_prompt >= request.params.min_tokens
+        if start + 1 == lease.junction or request.awaits_ids:
+            return False
+        num_output = start + 1 - num_prompt
+        return num_output >= request.params.min_tokens and not request.is_limit(num_output)
 
     def _take_decode(self, request: Request, draft: Draft) -> bool:
         """The short way of `_extend` and `_take`: the token drawn last of a request that has nothing else to compute.
@@ -579,6 +588,9 @@ class Scheduler:
             prompt, output = request.prompt, tuple(request.output)
         num_output = len(request.tokens) + request.num_pending - len(request.prompt)
         mask = request.grammar.mask() if request.grammar is not None else None
+        forced = request.forced(num_output)
+        if forced is not None:
+            mask = mask_of(forced, self.vocab_size)
         return Sample(
             request.id, index, slot, params, request.seed, request.child, prompt, output, num_output, request.banned(num_output),
             self._rows[request.id], mask,

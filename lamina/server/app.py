@@ -6,7 +6,21 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from lamina.server import cache, chat, completions, docs, health, messages, metrics, models_list, openapi, responses, tokens, ui
+from lamina.server import (
+    cache,
+    chat,
+    completions,
+    docs,
+    health,
+    index,
+    messages,
+    metrics,
+    models_list,
+    openapi,
+    responses,
+    tokens,
+    ui,
+)
 from lamina.server.door import Door
 from lamina.server.state import ServerState
 
@@ -19,6 +33,7 @@ ROUTES: list[Callable[[ServerState], Sequence[BaseRoute]]] = [
     messages.routes,
     tokens.routes,
     health.routes,
+    index.routes,
     openapi.routes,
     docs.routes,
     cache.routes,

@@ -1,5 +1,7 @@
 """What completions and chats share on the way in: sampling, structured output, salt and owner."""
 
+from functools import lru_cache
+
 import msgspec
 from starlette.requests import Request
 
@@ -28,6 +30,10 @@ class _OlderTag(msgspec.Struct):
     triggers: list[str]
 
 
+#: settings that many requests share are checked once
+_checked = lru_cache(maxsize=256)(SamplingParams)
+
+
 def sampling_params(
     state: ServerState, request: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
@@ -39,13 +45,13 @@ def sampling_params(
 
     if given.logit_bias is not None and len(given.logit_bias) > limits.MAX_BIASES:
         raise invalid("logit_bias", f"{len(given.logit_bias)} entries", f"at most {limits.MAX_BIASES}")
-    params = SamplingParams(
+    params = _checked(
         n=given.n or 1, max_tokens=max_tokens, min_tokens=given.min_tokens or 0, temperature=or_else(given.temperature, 1.0),
         top_p=or_else(given.top_p, 1.0), top_k=given.top_k or 0, min_p=or_else(given.min_p, 0.0), seed=given.seed,
-        stop_token_ids=given.stop_token_ids, ignore_eos=bool(given.ignore_eos),
+        stop_token_ids=tuple(given.stop_token_ids or ()), ignore_eos=bool(given.ignore_eos),
         logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         presence_penalty=or_else(given.presence_penalty, 0.0), frequency_penalty=or_else(given.frequency_penalty, 0.0),
-        repetition_penalty=or_else(given.repetition_penalty, 1.0), logit_bias=given.logit_bias,
+        repetition_penalty=or_else(given.repetition_penalty, 1.0), logit_bias=tuple((given.logit_bias or {}).items()),
     )  # fmt: skip
     params.validate_for_vocab(state.ready.vocab_size)
     return params

@@ -12,8 +12,8 @@ from pathlib import Path
 from lamina.base.errors import ConfigError
 from lamina.server.settings import ServerSettings
 
-#: answers that need no key: whether the server lives, and its version
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+#: answers that need no key: whether the server lives, its version, and what there is to ask for
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 #: pages for a browser, which asks its user for the key (any name, the key as the password)
 BROWSER_PATHS = ("/docs", "/openapi.json")
 #: the web page and what is below it: it asks for the key itself, and shows nothing of the server before
@@ -71,6 +71,12 @@ def find_key(settings: ServerSettings, headers: Iterable[tuple[bytes, bytes]], p
             if hmac.compare_digest(one, key.encode()):
                 found = key
     return found
+
+
+def is_operator(settings: ServerSettings, key: str | None) -> bool:
+    """Whether a key may see and change what other keys' requests have left: the first one; every one where they are not kept
+    apart."""
+    return not settings.salt_by_api_key or key == settings.api_keys[0]
 
 
 def is_for_browsers(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The pieces of a generation as streams want them: joined where they came together, with a sign when nothing came for a while."""
+"""The pieces of a generation as streams want them: joined where they came together."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -7,25 +7,15 @@ from lamina.chat.records import CallArguments, Content, Event, Reasoning
 from lamina.server.generation import Generation, Piece
 
 
-async def batches(
-    generation: Generation, first: "asyncio.Task[list[Piece]]", idle_s: float
-) -> AsyncGenerator[list[Piece] | None]:
-    """The pieces that come together, from `first` on; None each time that idle_s pass without any. Close it."""
-    waiting = first
+async def batches(generation: Generation, first: "asyncio.Task[list[Piece]]") -> AsyncGenerator[list[Piece]]:
+    """The pieces that come together, from `first` on. Close it."""
     try:
-        while True:
-            if not waiting.done():
-                await asyncio.wait((waiting,), timeout=idle_s)
-            if not waiting.done():
-                yield None
-                continue
-            pieces = waiting.result()
-            if not pieces:
-                return
+        pieces = await first
+        while pieces:
             yield pieces
-            waiting = asyncio.create_task(generation.get_pieces())
+            pieces = await generation.get_pieces()
     finally:
-        waiting.cancel()
+        first.cancel()
 
 
 def joined(events: Sequence[Event]) -> list[Event]:

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lamina.server.census import Census
 from lamina.server.errors import ApiError, shown
 from lamina.server.state import ServerState
 
@@ -16,6 +17,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 P = ParamSpec("P")
 R = TypeVar("R")
 _LARGE_BYTES = 32 * 1024
+_MOST_LARGE = 32  # large bodies in work at once, if each is as large as one may be
 _MOST_CHARS = 300
 _MOST_EXPLAINED = 1024 * 1024  # bytes of a body whose wrong value is shown: finding it takes decoding everything
 _AT = re.compile(r"^(.*) - at (?:`key` in )?`\$?(.*)`$", re.DOTALL)
@@ -30,15 +32,22 @@ def state_of(request: Request) -> ServerState:
 
 
 async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """The whole body. Raises ApiError: 413 beyond `most_bytes`, counted as it comes; 408 where it takes longer than `seconds`."""
-    too_large = ApiError(413, f"the body is larger than --max-body-bytes={most_bytes}", code="body_too_large")
+    """The whole body. Raises ApiError as it comes: 413 beyond `most_bytes`, or where there is too much in it; 429 where others
+    have too large ones in work; 408 where it takes longer than `seconds`.
+    """
+    state = state_of(request)
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding={shown(coding)} is not valid: identity", "Content-Encoding", "unsupported_feature")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
-        raise too_large
+        raise _too_large(most_bytes)
     parts: list[bytes] = []
-    size = 0
+    is_whole = request.scope.get("state", {}).get("is_whole", False)  # protocol.py has all of it
+    size = num_counted = 0
+    census = Census()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(None if is_whole else seconds):
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -46,12 +55,22 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
                 part = message.get("body", b"")
                 size += len(part)
                 if size > most_bytes:
-                    raise too_large
+                    raise _too_large(most_bytes)
                 parts.append(part)
+                if size > _LARGE_BYTES:
+                    state.take_body_bytes(request.scope, size, _MOST_LARGE * most_bytes)
+                    for one in parts[num_counted:]:
+                        census.add(one)
+                    num_counted = len(parts)
+                    await asyncio.sleep(0)
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {seconds:g} s", code="request_timeout") from None
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than --max-body-bytes={most_bytes}", code="body_too_large")
 
 
 async def off_loop(request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

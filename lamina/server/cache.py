@@ -3,7 +3,9 @@
 GET     pages by state, bytes by memory, and the prefixes that are kept (?limit=N, the most recently used first).
 POST    {"action": "pin" | "unpin" | "drop", "key": KEY}; "drop" without a key drops everything that nobody uses.
 DELETE  ?key=KEY drops one prefix, without a key everything that nobody uses.
-Each answers with the state afterwards. A key that is not kept, or a prefix in use, is a 400 with the engine's own words.
+Each answers with the state afterwards. A key that is not kept is a 404, a prefix in use or pinned a 400 with the engine's words.
+Where API keys have caches of their own, each sees and changes its own prefixes only; the first key, the operator's, all of them.
+Pages and bytes are everybody's.
 """
 
 from typing import Annotated, Literal
@@ -15,7 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lamina.engine.wire import CacheState
+from lamina.server.auth import is_operator
 from lamina.server.body import json_response, read
+from lamina.server.chat_request import realm_of
 from lamina.server.errors import invalid
 from lamina.server.routing import route
 from lamina.server.state import ServerState
@@ -75,7 +79,7 @@ class Prefix(msgspec.Struct, frozen=True):
 class Cache(msgspec.Struct, frozen=True):
     """What the memory holds now.
 
-    prefixes     at most `limit`, the most recently used first; num_prefixes  all there are.
+    prefixes     at most `limit`, the most recently used first; num_prefixes  all there are that this key may see.
     page_states  run lengths over page ids: [state, count], state f, h, c, p (free, held, cached, pinned).
     """
 
@@ -109,23 +113,32 @@ def routes(state: ServerState) -> list[Route]:
 
     async def show(request: Request) -> Response:
         limit = _query(request, "limit", str(DEFAULT_LIMIT), Limit, f"a whole number from 0 to {MAX_LIMIT}")
-        return json_response(to_answer(await state.client.cache(int(limit))))
+        return json_response(to_answer(await state.client.cache(int(limit), _realm(state, request))))
 
     async def change(request: Request) -> Response:
         wanted = await read(request, decoder)
         if wanted.action != "drop" and not wanted.key:
             raise invalid("key", wanted.key, f"the key of a prefix to {wanted.action}, as GET /v1/cache lists it")
-        return json_response(to_answer(await state.client.change_cache(wanted.action, wanted.key)))
+        return json_response(to_answer(await state.client.change_cache(wanted.action, wanted.key, _realm(state, request))))
 
     async def drop(request: Request) -> Response:
         key = _query(request, "key", "", Key, "the key of a prefix, as GET /v1/cache lists it")
-        return json_response(to_answer(await state.client.change_cache("drop", str(key))))
+        return json_response(to_answer(await state.client.change_cache("drop", str(key), _realm(state, request))))
 
     return [
         route("/v1/cache", show),
         route("/v1/cache", change, ["POST"]),
         route("/v1/cache", drop, ["DELETE"]),
     ]
+
+
+def _realm(state: ServerState, request: Request) -> str:
+    return visible_realm(state, request.scope["lamina_key"])
+
+
+def visible_realm(state: ServerState, api_key: str | None) -> str:
+    """The realm of the prefixes that a key may see and change; "" is all."""
+    return "" if is_operator(state.settings, api_key) else realm_of(state, api_key)
 
 
 def _query(request: Request, name: str, default: str, kind: type[int] | type[str], allowed: str) -> int | str:

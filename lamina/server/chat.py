@@ -14,7 +14,7 @@ from lamina.chat.records import CallArguments, CallStart, Content, Event, Reason
 from lamina.engine.wire import LogprobRow
 from lamina.server.asking import extras_of, sampling_params
 from lamina.server.body import json_response, off_loop, read, state_of
-from lamina.server.chat_messages import chat_options, to_messages
+from lamina.server.chat_messages import chat_options, thinking_budget, to_messages
 from lamina.server.chat_request import to_ask
 from lamina.server.errors import ApiError
 from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
@@ -71,8 +71,10 @@ def _to_ask(http: Request, state: ServerState, request: ChatRequest) -> Ask:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = sampling_params(state, request, most, logprobs, request.prompt_logprobs)
     extras = extras_of(http, request, request.user or request.safety_identifier)
-    if request.stop_in_reasoning:
-        extras = replace(extras, stop_in_reasoning=True)
+    budget, name = thinking_budget(request)
+    extras = replace(
+        extras, stop_in_reasoning=bool(request.stop_in_reasoning), thinking_budget=budget, thinking_field=name or "thinking"
+    )
     return to_ask(state, to_messages(request), chat_options(request), to_sampling(params), extras)
 
 
@@ -155,15 +157,15 @@ class _Reply:
             yield head
             head = b""
         pieces = await first
-        while pieces:
+        while pieces and not generation.is_finished:
             yield head + b"".join(self._chunks(generation, piece, waiting[piece.child]) for piece in pieces)
             head = b""
             pieces = await generation.get_pieces()
+        last = head + b"".join(self._chunks(generation, piece, waiting[piece.child]) for piece in pieces)
         if self._usage_at_end:
             usage = usage_of([generation.totals])
-            yield data(Chunk(self._id(generation), self._created, self._model, [], usage=usage)) + DONE
-        else:
-            yield DONE
+            last += data(Chunk(self._id(generation), self._created, self._model, [], usage=usage))
+        yield last + DONE
 
     def _chunks(self, generation: Generation, piece: Piece, waiting: "_Waiting") -> bytes:
         """The chunks of a piece. Log-probabilities of tokens whose text is still held back wait for the next chunk."""

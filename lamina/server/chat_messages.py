@@ -104,6 +104,26 @@ def chat_options(request: ChatRequest) -> ChatOptions:
     )
 
 
+def thinking_budget(request: ChatRequest) -> tuple[int | None, str]:
+    """(most tokens of the thoughts, the field that says so): thinking_token_budget, thinking.budget_tokens, reasoning.max_tokens.
+
+    -1 is no bound. Raises ApiError (400) for anything but an integer.
+    """
+    thinking = request.thinking if isinstance(request.thinking, dict) else {}
+    given: tuple[tuple[str, object], ...] = (
+        ("thinking_token_budget", request.thinking_token_budget),
+        ("thinking.budget_tokens", thinking.get("budget_tokens")),
+        ("reasoning.max_tokens", (request.reasoning or {}).get("max_tokens")),
+    )
+    for name, value in given:
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**63:
+            raise invalid(name, value, "an integer of at least 0, or -1 for no bound")
+        return (None if value == -1 else value), name
+    return None, ""
+
+
 def to_tool(given: ToolIn, field: str) -> Tool:
     """A tool. Raises ApiError (400) for anything but a function with a name and an object of parameters."""
     if given.type != "function":

@@ -10,7 +10,7 @@ import msgspec
 from lamina.chat.guard import encode
 from lamina.chat.records import ChatOptions, Message, Rendered, ToolChoice
 from lamina.chat.tool_grammar import tool_grammar
-from lamina.engine.wire import Grammar, Sampling
+from lamina.engine.wire import Grammar, Sampling, Thoughts
 from lamina.server.errors import ApiError, unsupported
 from lamina.server.generation import Ask
 from lamina.server.state import ServerState
@@ -19,7 +19,7 @@ from lamina.server.state import ServerState
 @dataclass(frozen=True, slots=True)
 class Extras:
     """What of a request is neither the chat's nor the sampling's; fields as in `Ask`. grammar  without `after`.
-    grammar_field  where it was asked for."""
+    grammar_field  where it was asked for.   thinking_budget  most tokens of the thoughts, asked for in `thinking_field`."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -31,15 +31,28 @@ class Extras:
     deadline_s: float | None = None
     cache_salt: str = ""
     owner: str = ""
+    thinking_budget: int | None = None
+    thinking_field: str = "thinking_token_budget"
 
 
-def render_ids(state: ServerState, messages: Sequence[Message], options: ChatOptions) -> tuple[Rendered, list[int]]:
-    """The prompt of a chat, as text and as token ids. Raises ApiError and ConfigError naming the message."""
+def render_ids(
+    state: ServerState, messages: Sequence[Message], options: ChatOptions, is_bounded: bool = False
+) -> tuple[Rendered, list[int]]:
+    """The prompt of a chat, as text and as token ids. Raises ApiError and ConfigError naming the message.
+
+    is_bounded  whether a prompt that is longer than the model takes is refused, as early as that can be known.
+    """
     if state.chat is None:
         raise ApiError(400, "messages: this checkpoint has no chat format; give the server one with --chat-template", "messages")
     codec = state.need_codec("messages")
     rendered = state.chat.render(messages, options, state.special_tokens)
-    return rendered, encode(rendered, codec.encode)
+    if not is_bounded:
+        return rendered, encode(rendered, codec.encode)
+    state.check_fits(rendered.text.replace(rendered.mark, "") if rendered.mark else rendered.text)
+    most = state.ready.max_model_len
+    ids = encode(rendered, codec.encode, most)
+    state.check_length(len(ids), is_all=False)
+    return rendered, ids
 
 
 def to_ask(
@@ -50,7 +63,7 @@ def to_ask(
     Raises ApiError (400) naming the field: no chat format, a bad message, tools and a grammar that exclude each other.
     """
     extras = extras or Extras()
-    rendered, ids = render_ids(state, messages, options)
+    rendered, ids = render_ids(state, messages, options, is_bounded=True)
     chat = state.chat
     assert chat is not None
     grammar = _grammar(state, options, rendered, extras.grammar)
@@ -60,6 +73,7 @@ def to_ask(
         grammar_field="tools" if extras.grammar is None else extras.grammar_field,
         priority=extras.priority, deadline_s=extras.deadline_s, cache_salt=extras.cache_salt, owner=extras.owner,
         parser_of=lambda: chat.parser(options, rendered.is_thinking), keep_at=_shared_tokens(state, rendered, ids),
+        thoughts=_thoughts(state, options, rendered, extras),
     )  # fmt: skip
 
 
@@ -87,6 +101,20 @@ def _grammar(state: ServerState, options: ChatOptions, rendered: Rendered, wante
             raise unsupported("tool_choice", f"a call that must be made is, in chats of the format {chat.name!r},")
         return None
     return Grammar(found.kind, found.value, after)
+
+
+def _thoughts(state: ServerState, options: ChatOptions, rendered: Rendered, extras: Extras) -> Thoughts | None:
+    """The bound of the thoughts. Raises ApiError (400) where the vocabulary has no token that ends them."""
+    chat, codec, budget = state.chat, state.codec, extras.thinking_budget
+    if budget is None or not rendered.is_thinking:
+        return None
+    assert chat is not None and codec is not None
+    end = None if chat.end_of_thinking is None else codec.token_id(chat.end_of_thinking)
+    if end is None:
+        raise unsupported(extras.thinking_field, "a budget of thoughts whose end is no token of the vocabulary is")
+    has_calls = bool(options.tools) and options.tool_choice.mode != "none"
+    found = [codec.token_id(text) for text in chat.starts_of_calls if has_calls]
+    return Thoughts(budget, end, tuple(token for token in found if token is not None))
 
 
 def _shared_tokens(state: ServerState, rendered: Rendered, ids: Sequence[int]) -> int | None:
@@ -129,5 +157,14 @@ def salt_of(state: ServerState, given: str | None, api_key: str | None) -> str:
     """
     if not state.settings.salt_by_api_key:
         return given or ""
-    text = f"{api_key or ''}\0{given or ''}".encode()
-    return hmac.new(state.settings.salt_secret, text, hashlib.blake2b).hexdigest()[:32]
+    realm = realm_of(state, api_key)
+    return realm + _hashed(state, f"{realm}\0{given or ''}")
+
+
+def realm_of(state: ServerState, api_key: str | None) -> str:
+    """What the salts of an API key's requests begin with, and no other's; "" where keys are not kept apart."""
+    return _hashed(state, api_key or "") if state.settings.salt_by_api_key else ""
+
+
+def _hashed(state: ServerState, text: str) -> str:
+    return hmac.new(state.settings.salt_secret, text.encode(), hashlib.blake2b).hexdigest()[:32]

@@ -78,6 +78,7 @@ def _prompts(state: ServerState, request: CompletionRequest) -> list[tuple[str, 
 
 def _prompt(state: ServerState, request: CompletionRequest, given: str | list[int], field: str) -> tuple[str, list[int]]:
     if isinstance(given, str):
+        state.check_fits(given)
         ids = state.need_codec(field).encode_prompt(given)
         text = given
     else:

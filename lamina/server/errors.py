@@ -1,5 +1,6 @@
 """Errors as clients see them: one JSON object that names the field, whatever went wrong behind it."""
 
+import re
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -10,6 +11,7 @@ from lamina.engine.client import EngineGone, EngineRefused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _MAX_SHOWN = 80
+_BUSY_S = 5.0
 
 
 class ApiError(LaminaError):
@@ -44,7 +46,10 @@ def unsupported(field: str, feature: str) -> ApiError:
 
 def shown(value: object) -> str:
     """A value in an error: short, whatever it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
@@ -62,7 +67,13 @@ def to_api_error(error: Exception) -> ApiError:
         case EngineRefused():
             if error.kind == "internal":
                 return ApiError(500, error.message, error.field or None, "engine_error")
+            if error.kind == "busy":
+                return ApiError(503, error.message, error.field or None, "busy", retry_after_s=_BUSY_S)
+            if error.kind == "missing":
+                return ApiError(404, error.message, error.field or None, "not_found")
             return ApiError(400, error.message, error.field or None, _CODES.get(error.kind, "invalid_value"))
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply", code="invalid_json")
         case _:
             text = "internal error; the server's log has the details under this request's id"
             return ApiError(500, text, code="internal_error")
@@ -85,6 +96,19 @@ def body_of(error: ApiError) -> dict[str, object]:
 
 #: other protocols' error objects by the start of their paths
 STYLES: dict[str, Callable[[ApiError], Mapping[str, object]]] = {}
+
+
+_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
+
+
+def is_request_id(value: bytes) -> bool:
+    """Whether a client may call its request so."""
+    return _ID.fullmatch(value) is not None
+
+
+def id_headers(id: str) -> list[tuple[bytes, bytes]]:
+    """The headers that carry a request's id; the second is where the messages protocol's clients look for it."""
+    return [(b"x-request-id", id.encode("ascii")), (b"request-id", id.encode("ascii"))]
 
 
 def style_of(path: str) -> Callable[[ApiError], Mapping[str, object]]:

@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
+from lamina.chat.thinking import EFFORTS
+
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256
@@ -23,13 +25,19 @@ MAX_CHOICES = 4_096
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_NAME_CHARS = 128
 MAX_DEADLINE_S = 86_400.0
-#: prompts as token ids: no model that is known has longer ones; the model's own limit is checked after it
-MAX_TOKEN_IDS = 16 * 1024 * 1024
+#: of a whole body, before it is decoded: what a million token ids, or ten thousand messages with their calls, need
+MAX_VALUES = 1_250_000
+MAX_TEXTS = 500_000
+MAX_CONTAINERS = 100_000
+MAX_NAMES = 50_000
+#: prompts as token ids; the model's own limit is checked after it
+MAX_TOKEN_IDS = 1_250_000
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 
 Number: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_N)]
 MaxTokens: TypeAlias = Annotated[int, Meta(ge=0, le=_INT64)]
 MinTokens: TypeAlias = Annotated[int, Meta(ge=0, le=_INT64)]
+ThinkingBudget: TypeAlias = Annotated[int, Meta(ge=-1, le=_INT64)]
 Temperature: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e6)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=_INT64)]
@@ -51,3 +59,5 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 CallId: TypeAlias = Annotated[str, Meta(max_length=256)]
 Choices: TypeAlias = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 GrammarText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+#: checked where it is read, with the other places that it may stand in
+Effort: TypeAlias = Annotated[str, Meta(max_length=32, extra_json_schema={"enum": list(EFFORTS)})]

@@ -40,8 +40,6 @@ _DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest)
 #: how long a stream is held back, so that what is refused at once has a status of its own
 _BEGIN_S = 1.0
-#: a stream that says nothing for so long says so
-_PING_S = 10.0
 
 
 def routes(state: ServerState) -> Sequence[BaseRoute]:
@@ -121,6 +119,8 @@ def _ask(state: ServerState, body: MessagesRequest, key: str | None) -> Ask:
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         cache_salt=salt_of(state, body.cache_salt, key),
+        thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
+        thinking_field="thinking.budget_tokens",
     )
     return to_ask(state, to_messages(body), _options(body), to_sampling(params), extras)
 
@@ -155,11 +155,8 @@ async def _stream(request: Request, generation: Generation, writer: MessageWrite
 
     async def parts() -> AsyncIterator[bytes]:
         yield b"".join(map(_sse, writer.start()))
-        async with aclosing(batches(generation, first, _PING_S)) as news:
+        async with aclosing(batches(generation, first)) as news:
             async for pieces in news:
-                if pieces is None:
-                    yield _sse(Ping())
-                    continue
                 events: list[MessageEvent] = []
                 for piece in pieces:
                     for event in joined(piece.events):
@@ -169,7 +166,9 @@ async def _stream(request: Request, generation: Generation, writer: MessageWrite
                 if events:
                     yield b"".join(map(_sse, events))
 
-    return EventStream(request, parts(), [generation], on_error=lambda error: _sse(error_of(to_api_error(error))))
+    return EventStream(
+        request, parts(), [generation], on_error=lambda error: _sse(error_of(to_api_error(error))), keep_alive=_sse(Ping())
+    )
 
 
 def _sse(event: MessageEvent) -> bytes:

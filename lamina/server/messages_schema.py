@@ -81,7 +81,7 @@ class InputToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Whether to think first. budget_tokens  is not used: max_tokens bounds the thoughts. display  omitted: they are not sent."""
+    """Whether to think first. budget_tokens  after so many the thoughts are ended. display  omitted: they are not sent."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lamina.base.version import __version__
-from lamina.engine.wire import Stats
+from lamina.engine.wire import GRAMMAR_S, Stats
 from lamina.server.routing import route
 from lamina.server.state import GenerationRecord, ServerState
 
@@ -174,7 +174,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Families for the registry; one that cannot be built is left out and counted."""
-        for part in (self._collect_engine, self._collect_gauges, self._collect_server, self._collect_histograms):
+        for part in (
+            self._collect_engine,
+            self._collect_grammars,
+            self._collect_gauges,
+            self._collect_server,
+            self._collect_histograms,
+        ):
             try:
                 families = list(part())
             except Exception:  # as above
@@ -195,6 +201,25 @@ class Metrics(Collector):
         yield self._counter(
             "lamina_engine_restarts", "Times the engine was started again after it had died.", self._state.client.num_restarts
         )
+
+    def _collect_grammars(self) -> Iterator[Metric]:
+        stats = self._stats
+        if stats is None:
+            return
+        found = stats.grammars
+        times = Histogram(GRAMMAR_S)
+        times.counts, times.total = list(found.compiled), found.total_s
+        family = HistogramMetricFamily(
+            "lamina_grammar_compile_seconds", "Time that a grammar took to compile.", labels=["model_name"]
+        )
+        family.add_metric([self.model], times.buckets(), times.total)
+        yield family
+        yield self._counter("lamina_grammar_hits", "Requests whose grammar was compiled before.", found.hits)
+        yield self._counter("lamina_grammars_evicted", "Compiled grammars dropped to make room.", found.evicted)
+        words = "Grammars refused: invalid, late (too slow to compile), busy (all threads had late ones)."
+        yield self._labelled("lamina_grammar_refusals", words, "reason", found.refused)
+        yield self._gauge("lamina_grammars_kept", "Compiled grammars that are kept.", found.kept)
+        yield self._gauge("lamina_grammars_kept_bytes", "Bytes of compiled grammars that are kept.", found.kept_bytes)
 
     def _collect_gauges(self) -> Iterator[Metric]:
         stats, is_up = self._stats, self._state.client.state == "ready"

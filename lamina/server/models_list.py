@@ -1,4 +1,6 @@
-"""/v1/models: the one model, under every name it has."""
+"""/v1/models: the one model, under every name it has. One answer serves clients of both protocols: each reads its own fields."""
+
+from datetime import UTC, datetime
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -12,32 +14,41 @@ from lamina.server.state import ServerState
 
 
 class ModelCard(Struct):
-    """One name."""
+    """One name. created  seconds; created_at, display_name, type: as the messages protocol has it."""
 
     id: str
     created: int
     max_model_len: int | None
     root: str
+    display_name: str
+    created_at: str
     object: str = "model"
     owned_by: str = "lamina"
+    type: str = "model"
 
 
 class ModelList(Struct):
-    """All names."""
+    """All names, in one page."""
 
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
     ready = state.client.ready
-    return ModelCard(name, state.created, None if ready is None else ready.max_model_len, state.model_name)
+    length = None if ready is None else ready.max_model_len
+    created_at = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return ModelCard(name, state.created, length, state.model_name, name, created_at)
 
 
 async def list_models(request: Request) -> ASGIApp:
     """GET /v1/models."""
     state = state_of(request)
-    return json_response(ModelList([_card(state, name) for name in state.settings.names]))
+    cards = [_card(state, name) for name in state.settings.names]
+    return json_response(ModelList(cards, cards[0].id, cards[-1].id))
 
 
 async def show_model(request: Request) -> ASGIApp:

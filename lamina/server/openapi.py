@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lamina.base.version import __version__
-from lamina.server import cache, health, messages_schema, models_list, responses_schema, schema, tokens
+from lamina.server import cache, health, index, messages_schema, models_list, responses_items, responses_schema, schema, tokens
 from lamina.server.body import to_json
 from lamina.server.routing import route
 from lamina.server.settings import ServerSettings
@@ -18,9 +18,10 @@ from lamina.server.state import ServerState
 
 _REF = "#/components/schemas/{name}"
 _JSON, _SSE, _TEXT, _HTML = "application/json", "text/event-stream", "text/plain", "text/html"
+_DONE = "[DONE]"
 _ALWAYS = (400, 401, 403, 500)
-_BODY = (*_ALWAYS, 408, 413)
-_WORK = (*_BODY, 404, 429, 503)
+_BODY = (*_ALWAYS, 408, 413, 415, 429)
+_WORK = (*_BODY, 404, 503)
 _TOLD = {
     200: "The answer.",
     400: "A field is not valid, or asks for what is not supported; `param` names it.",
@@ -28,7 +29,8 @@ _TOLD = {
     403: "A web page or a host name that may not call.",
     404: "There is no such thing here.",
     408: "The body did not come in time.",
-    413: "The body is too large.",
+    413: "The body is too large, or holds too much.",
+    415: "The body is compressed.",
     429: "Too many requests are in work; Retry-After says when to come again.",
     500: "The server is to blame.",
     503: "The engine is not there right now; Retry-After says when to come again.",
@@ -73,7 +75,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One endpoint. body, answer  records.   events  of the stream that `"stream": true` gives; () there is none."""
+    """One endpoint. body, answer  records.   events  of the stream that `"stream": true` gives; () there is none.
+
+    ends_with_done  the stream's last event is the text [DONE].
+    """
 
     method: str
     path: str
@@ -86,6 +91,7 @@ class Operation:
     media: str = _JSON
     error: type = ErrorAnswer
     query: tuple[Parameter, ...] = field(default=())
+    ends_with_done: bool = False
 
 
 _EVENTS = (
@@ -99,17 +105,20 @@ _MESSAGE_EVENTS = (
 _LIMIT = Parameter("limit", {"type": "integer", "minimum": 0, "maximum": cache.MAX_LIMIT}, "most prefixes listed")
 _KEY = Parameter("key", {"type": "string", "pattern": "^[0-9a-f]{0,128}$"}, "of a prefix; without it everything that nobody uses")
 _NO_STREAM = Parameter("stream", {"type": "boolean", "enum": [False]}, "kept responses are answered whole")
+_ITEMS = Parameter("limit", {"type": "integer", "minimum": 1, "maximum": responses_items.MAX_LIMIT}, "most items of a page")
+_ORDER = Parameter("order", {"type": "string", "enum": ["asc", "desc"]}, "desc, the default: the newest first")
+_AFTER = Parameter("after", {"type": "string"}, "id of the item before the page's first")
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation("get", "/v1/models", "The model, under every name it has.", "models", None, models_list.ModelList),
     Operation("get", "/v1/models/{id}", "One name.", "models", None, models_list.ModelCard, (*_ALWAYS, 404)),
     Operation(
         "post", "/v1/completions", "Goes on from prompts.", "generate", schema.CompletionRequest, schema.Completion, _WORK,
-        (schema.Completion,),
+        (schema.Completion,), ends_with_done=True,
     ),
     Operation(
         "post", "/v1/chat/completions", "Answers a chat.", "generate", schema.ChatRequest, schema.ChatAnswer, _WORK,
-        (schema.Chunk,),
+        (schema.Chunk,), ends_with_done=True,
     ),
     Operation(
         "post", "/v1/responses", "Answers a chat, in the responses protocol.", "generate", responses_schema.ResponsesRequest,
@@ -132,6 +141,10 @@ OPERATIONS: tuple[Operation, ...] = (
         responses_schema.ResponseObject, (*_ALWAYS, 404),
     ),
     Operation(
+        "get", "/v1/responses/{response_id}/input_items", "What a response answers, page by page.", "generate", None,
+        responses_items.ItemList, (*_ALWAYS, 404), query=(_ITEMS, _ORDER, _AFTER),
+    ),
+    Operation(
         "post", "/v1/messages", "Answers a chat, in the messages protocol.", "generate", messages_schema.MessagesRequest,
         messages_schema.AnswerMessage, _WORK, _MESSAGE_EVENTS, error=messages_schema.MessagesError,
     ),
@@ -147,11 +160,12 @@ OPERATIONS: tuple[Operation, ...] = (
         "post", "/detokenize", "Text of token ids.", "tokens", tokens.DetokenizeRequest, tokens.Detokenized, (*_BODY, 404, 503)
     ),
     Operation("get", "/v1/cache", "What the memory holds.", "cache", None, cache.Cache, (*_ALWAYS, 503), query=(_LIMIT,)),
-    Operation("post", "/v1/cache", "Pins, unpins or drops a prefix.", "cache", cache.Change, cache.Cache, (*_BODY, 503)),
-    Operation("delete", "/v1/cache", "Drops prefixes.", "cache", None, cache.Cache, (*_ALWAYS, 503), query=(_KEY,)),
+    Operation("post", "/v1/cache", "Pins, unpins or drops a prefix.", "cache", cache.Change, cache.Cache, (*_BODY, 404, 503)),
+    Operation("delete", "/v1/cache", "Drops prefixes.", "cache", None, cache.Cache, (*_ALWAYS, 404, 503), query=(_KEY,)),
     Operation("get", "/health", "Whether tokens move while work waits.", "server", None, health.Health, (*_ALWAYS, 503)),
     Operation("get", "/ping", "As /health.", "server", None, health.Health, (*_ALWAYS, 503)),
     Operation("get", "/ready", "Whether new requests are served.", "server", None, Readiness, (*_ALWAYS, 503)),
+    Operation("get", "/", "What there is to ask for; a browser goes to /ui.", "server", None, index.Index),
     Operation("get", "/version", "The server's version.", "server", None, Version),
     Operation("get", "/metrics", "Counters and gauges for Prometheus.", "server", media=_TEXT),
     Operation("get", "/openapi.json", "This file.", "server"),
@@ -260,9 +274,13 @@ def _operation(one: Operation, schemas: Mapping[type, Mapping[str, object]]) -> 
 def _event(one: Operation, schemas: Mapping[type, Mapping[str, object]]) -> dict[str, object]:
     """One server-sent event of a stream."""
     kinds = [schemas[kind] for kind in dict.fromkeys((*one.events, one.error))]
-    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": kinds}}
-    told = "Each event of the stream. Streams of completions and chats end with the data [DONE]."
-    return {"type": "object", "description": told, "properties": {"event": {"type": "string"}, "data": data}}
+    data: dict[str, object] = {"contentMediaType": _JSON, "contentSchema": {"anyOf": kinds}}
+    told = "Each event of the stream."
+    if one.ends_with_done:
+        data = {"if": {"const": _DONE}, "else": data}
+        told += f" The last one's data is {_DONE}."
+    properties = {"event": {"type": "string"}, "data": {"type": "string"} | data}
+    return {"type": "object", "description": told, "properties": properties}
 
 
 def _name_models(record: dict[str, object], names: Sequence[str]) -> None:

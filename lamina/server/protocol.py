@@ -5,20 +5,35 @@ reads is not. The body's size and time are looked after where it is read (`body.
 """
 
 import asyncio
+import secrets
 import socket
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as WebState
 
+from lamina.server.errors import ApiError, id_headers, is_request_id, to_response
 from lamina.server.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
+
 _SEND_BYTES = 256 * 1024
+_MAX_PIPELINE = 16
 
 
 class _TooLarge(Exception):
     """A head beyond the limit."""
+
+
+async def _refuse_connection(scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable") -> None:
+    """Too many connections are open."""
+    error = ApiError(503, "too many connections are open", code="queue_full", retry_after_s=1.0)
+    response = to_response(error)
+    headers = [*response.raw_headers, *id_headers(secrets.token_hex(8))]
+    await send({"type": "http.response.start", "status": 503, "headers": headers, "trailers": False})
+    await send({"type": "http.response.body", "body": bytes(response.body), "more_body": False})
 
 
 class LifespanState(TypedDict, total=False):
@@ -40,6 +55,7 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._is_in_head = True
             self._is_too_large = False
             self._timer: asyncio.TimerHandle | None = None
+            self._answering: RequestResponseCycle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """A client has come; its head must follow soon."""
@@ -53,6 +69,10 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             """The client has gone."""
             self._stop_timer()
             super().connection_lost(exc)
+            answering = self._answering
+            if answering is not None and not answering.response_complete:  # others may have come behind it
+                answering.disconnected = True
+                answering.message_event.set()
 
         def data_received(self, data: bytes) -> None:
             """Counts what belongs to a head that is not complete."""
@@ -88,6 +108,19 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._is_in_head, self._head_bytes = False, 0
             self._stop_timer()
             super().on_headers_complete()
+            if 0 < len(self.pipeline) <= _MAX_PIPELINE:  # a client that does not wait may still go, and that is to be seen
+                self.flow.resume_reading()
+
+        def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
+            """A request is next. `app` is the web server's own where there are too many connections."""
+            self._answering = cycle
+            super()._start_asgi_task(cycle, app if app is self.app else _refuse_connection)
+
+        def on_message_complete(self) -> None:
+            """The body is there: who reads it need not look at the clock."""
+            super().on_message_complete()
+            if self.cycle is not None:
+                self.cycle.scope["state"]["is_whole"] = True
 
         def on_body(self, body: bytes) -> None:
             """Part of a body. What still comes after the answer is thrown away, but not for ever."""
@@ -112,13 +145,22 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             """The answer to a head that cannot be read or is too large; the connection ends."""
             if self.transport.is_closing():
                 return
+            if self._answering is not None and self._answering.response_started and not self._answering.response_complete:
+                self.transport.abort()  # what would be written now would be part of that answer
+                return
             status, text = (b"431 Request Header Fields Too Large", "the head is too large") if self._is_too_large else (
                 b"400 Bad Request", "this is not HTTP/1.1"
             )  # fmt: skip
             body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % text.encode()
-            head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            self.transport.write(head % (status, len(body)) + body)
+            head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            ids = b"".join(b"%s: %s\r\n" % pair for pair in id_headers(self._find_id()))
+            self.transport.write(head % (status, len(body)) + ids + b"\r\n" + body)
             self.transport.close()
+
+        def _find_id(self) -> str:
+            """The request's own id where one has been read, else a new one."""
+            found = [value for name, value in self.headers or () if name == b"x-request-id" and is_request_id(value)]
+            return found[-1].decode("ascii") if found and self._is_in_head else secrets.token_hex(8)
 
         def _count(self, num_bytes: int) -> None:
             self._head_bytes += num_bytes

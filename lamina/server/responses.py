@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -22,8 +23,20 @@ from lamina.server.errors import ApiError, invalid, to_api_error
 from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
 from lamina.server.limits import MAX_GRAMMAR_BYTES
 from lamina.server.replies import chat_logprobs
-from lamina.server.responses_convert import answer_messages, check, format_echo, schema_of, to_choice, to_messages, to_tools
+from lamina.server.responses_convert import (
+    answer_messages,
+    check,
+    format_echo,
+    namespaces,
+    schema_of,
+    shown_tools,
+    to_choice,
+    to_messages,
+    to_tools,
+    without_references,
+)
 from lamina.server.responses_events import ResponseWriter, usage_of
+from lamina.server.responses_items import items_of, page_of
 from lamina.server.responses_schema import (
     DeletedResponse,
     InputTokenCount,
@@ -42,8 +55,6 @@ from lamina.server.state import ServerState
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
 #: how long a stream is held back, so that what is refused at once has a status of its own
 _BEGIN_S = 1.0
-#: a stream that says nothing for so long says so
-_IDLE_S = 10.0
 _LOGPROBS, _SEAL = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -56,6 +67,7 @@ def routes(state: ServerState) -> Sequence[BaseRoute]:
         route("/v1/responses/{response_id}", book.retrieve),
         route("/v1/responses/{response_id}", book.delete, ["DELETE"]),
         route("/v1/responses/{response_id}/cancel", book.cancel, ["POST"]),
+        route("/v1/responses/{response_id}/input_items", book.list_input),
     ]
 
 
@@ -111,9 +123,9 @@ class _Work:
 class _Asked:
     """A checked request: the messages it adds, those before them, and how the answer is drawn."""
 
-    def __init__(self, state: ServerState, body: ResponsesRequest, before: Turn | None) -> None:
+    def __init__(self, state: ServerState, body: ResponsesRequest, before: Turn | None, refers: bool) -> None:
         check(body)
-        self.state, self.body, self.before = state, body, before
+        self.state, self.body, self.before, self.refers = state, body, before, refers
         history = [] if before is None else before.history()
         self.added = to_messages(body, history)
         first = [Message("system", body.instructions)] if body.instructions else []
@@ -152,6 +164,7 @@ class _Asked:
             deadline_s=body.deadline_s,
             cache_salt=salt_of(self.state, body.cache_salt, key),
             owner=(body.user or "")[:256],
+            thinking_budget=None if body.thinking_token_budget == -1 else body.thinking_token_budget,
         )
         return to_ask(self.state, self.messages, self.options, to_sampling(params), extras)
 
@@ -160,7 +173,7 @@ class _Asked:
         body = self.body
         return ResponseObject(
             id=f"resp_{secrets.token_hex(16)}", created_at=int(time.time()), model=body.model or self.state.model_name,
-            status="in_progress", output=[], tools=list(body.tools or ()), tool_choice=body.tool_choice or "auto",
+            status="in_progress", output=[], tools=shown_tools(body), tool_choice=body.tool_choice or "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text=TextEcho(format_echo(body.text.format if body.text else None), (body.text and body.text.verbosity) or "medium"),
             reasoning=ReasoningEcho(self.effort, self.summary), metadata=body.metadata or {},
@@ -184,8 +197,8 @@ class _Asked:
 
 
 async def _off_loop(request: Request, asked: _Asked, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """As body.off_loop; what was said before may be long, whatever this body is."""
-    if asked.before is None:
+    """As body.off_loop; what was said before, or is referred to, may be long, whatever this body is."""
+    if asked.before is None and not asked.refers:
         return await off_loop(request, function, *args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
@@ -203,8 +216,9 @@ class _Book:
         asked = self._read(request, body)
         generation = generate(asked.state, await _off_loop(request, asked, asked.ask, request.scope["lamina_key"]))
         writer = ResponseWriter(
-            asked.blank(), has_summary=asked.summary is not None, has_seal=asked.has_seal, has_logprobs=asked.has_logprobs
-        )
+            asked.blank(), has_summary=asked.summary is not None, has_seal=asked.has_seal, has_logprobs=asked.has_logprobs,
+            namespaces=namespaces(body),
+        )  # fmt: skip
         work = _Work(_owner(request), writer, generation, asked)
         if body.stream:
             return await self._stream(request, work)
@@ -243,6 +257,19 @@ class _Book:
             raise _unknown(id)
         return Response(kept.body, media_type="application/json")
 
+    async def list_input(self, request: Request) -> Response:
+        """What a response answers, page by page."""
+        owner, id = _owner(request), request.path_params["response_id"]
+        work = self._running.get((owner, id))
+        if work is not None:
+            messages = [*(work.asked.before.history() if work.asked.before else ()), *work.asked.added]
+        elif (kept := self._store.get(owner, id)) is not None:
+            messages = kept.input()
+        else:
+            raise _unknown(id)
+        items = await asyncio.to_thread(items_of, id, messages)
+        return json_response(page_of(items, request.query_params))
+
     async def delete(self, request: Request) -> Response:
         """Forgets a response."""
         id = request.path_params["response_id"]
@@ -265,6 +292,9 @@ class _Book:
         """The request with what it goes on from. Raises ApiError naming the field."""
         state = state_of(request)
         state.check_model(body.model)
+        refers = isinstance(body.input, list) and any(item.type == "item_reference" for item in body.input)
+        if refers and isinstance(body.input, list):
+            body = msgspec.structs.replace(body, input=without_references(body.input, partial(self._body, _owner(request))))
         before = None
         if body.previous_response_id is not None:
             kept = self._store.get(_owner(request), body.previous_response_id)
@@ -272,14 +302,19 @@ class _Book:
                 text = f"previous response {body.previous_response_id[:100]!r} is not here: kept no longer, or another key's"
                 raise ApiError(400, text, "previous_response_id", "previous_response_not_found")
             before = kept.turn
-        return _Asked(state, body, before)
+        return _Asked(state, body, before, refers)
+
+    def _body(self, owner: str, id: str) -> bytes | None:
+        """A response that is kept, as JSON."""
+        kept = self._store.get(owner, id)
+        return None if kept is None else kept.body
 
     def _keep(self, work: _Work) -> None:
         response = work.writer.response
         if response.store and not work.is_kept:
             work.is_kept = True
             messages = (*work.asked.added, *answer_messages(response.output))
-            self._store.put(work.owner, response.id, to_json(response), messages, work.asked.before)
+            self._store.put(work.owner, response.id, to_json(response), messages, work.asked.before, len(work.asked.added))
 
     async def _stream(self, request: Request, work: _Work) -> EventStream:
         try:
@@ -298,11 +333,10 @@ class _Book:
             self._running[place] = work
             try:
                 yield told(work.writer.start())
-                async with aclosing(batches(work.generation, first, _IDLE_S)) as news:
+                async with aclosing(batches(work.generation, first)) as news:
                     try:
                         async for pieces in news:
-                            part = b": waiting\n\n" if pieces is None else told(work.push(pieces))
-                            if part:
+                            if part := told(work.push(pieces)):
                                 yield part
                     except LaminaError as error:
                         if not work.is_over:

@@ -1,11 +1,15 @@
 """Between the responses protocol and a chat: items become messages, what was asked for becomes options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+from msgspec import UnsetType
+
 from lamina.chat.records import Json, Message, Role, Tool, ToolCall, ToolChoice
 from lamina.server.errors import ApiError, invalid, unsupported
+from lamina.server.limits import MAX_TOOLS
 from lamina.server.messages_convert import tool_name
 from lamina.server.responses_events import unseal
 from lamina.server.responses_schema import (
@@ -23,6 +27,14 @@ from lamina.server.responses_schema import (
 )
 
 _ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "developer"}
+#: tools that OpenAI's servers run and agents always offer: an answer does without them, as it may do there
+_LEFT_OUT = ("web_search", "image_generation")
+#: what `include` may name; the first two change an answer, the others belong to tools and inputs that no answer has
+INCLUDABLE = (
+    "reasoning.encrypted_content", "message.output_text.logprobs", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
+    "web_search_call.action.sources", "web_search_call.results",
+)  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -75,7 +87,8 @@ def to_messages(request: ResponsesRequest, history: Sequence[Message] = ()) -> t
                     turn = _Turn()
                 turn.reasoning += _thoughts(item, at)
             case "function_call":
-                call = ToolCall(_given(item.call_id, f"{at}.call_id"), _given(item.name, f"{at}.name"), item.arguments or "{}")
+                name = _whole_name(item.namespace, _given(item.name, f"{at}.name"))
+                call = ToolCall(_given(item.call_id, f"{at}.call_id"), name, item.arguments or "{}", item.namespace)
                 names[call.id] = call.name
                 turn.calls.append(call)
             case "function_call_output":
@@ -85,11 +98,45 @@ def to_messages(request: ResponsesRequest, history: Sequence[Message] = ()) -> t
                 text = _text(item.output, f"{at}.output")
                 messages.append(Message("tool", text, tool_call_id=call_id, name=names[call_id]))
             case _:
-                raise invalid(f"{at}.type", item.type, "message, function_call, function_call_output, reasoning")
+                raise invalid(f"{at}.type", item.type, "message, function_call, function_call_output, reasoning, item_reference")
     messages += turn.close()
     if not messages and not history:
         raise invalid("input", [], "at least one item")
     return tuple(messages)
+
+
+def without_references(items: Sequence[InputItem], find: Callable[[str], bytes | None]) -> list[InputItem]:
+    """The items, with those that are referred to in place of the references. find  a kept response's JSON by its id.
+
+    Raises ApiError naming the reference whose item is not here.
+    """
+    kept: dict[str, Mapping[str | None, InputItem]] = {}
+    found: list[InputItem] = []
+    seen: set[str] = set()  # an item counts once: what is kept bounds what references can make of a short body
+    for position, item in enumerate(items):
+        if item.type != "item_reference":
+            found.append(item)
+            continue
+        at = f"input[{position}].id"
+        item_id = _given(item.id, at)
+        if item_id in seen:
+            raise invalid(at, item_id, "each item once")
+        seen.add(item_id)
+        id = f"resp_{item_id.partition('_')[2].partition('_')[0]}"
+        if id not in kept:
+            body = find(id)
+            output = [] if body is None else msgspec.json.decode(body, type=_Kept).output
+            kept[id] = {one.id: one for one in output}
+        if item_id not in kept[id]:
+            raise invalid(at, item_id, "the id of an item of a response that is kept")
+        found.append(kept[id][item_id])
+    return found
+
+
+class _Kept(msgspec.Struct):
+    """What is read of a response that is kept."""
+
+    output: list[InputItem]
 
 
 def answer_messages(output: Sequence[OutputItem]) -> tuple[Message, ...]:
@@ -102,7 +149,8 @@ def answer_messages(output: Sequence[OutputItem]) -> tuple[Message, ...]:
             case MessageItem():
                 turn.content = (turn.content or "") + "".join(part.text for part in item.content)
             case CallItem() if item.status == "completed":
-                turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
+                namespace = None if isinstance(item.namespace, UnsetType) else item.namespace
+                turn.calls.append(ToolCall(item.call_id, _whole_name(namespace, item.name), item.arguments, namespace))
             case _:
                 pass
     return tuple(turn.close())
@@ -110,16 +158,28 @@ def answer_messages(output: Sequence[OutputItem]) -> tuple[Message, ...]:
 
 def to_tools(request: ResponsesRequest) -> tuple[Tool, ...]:
     """The functions that the model may call. Raises ApiError naming a tool of another type."""
-    tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(request.tools or ())]
-    names = [tool.name for tool in tools]
-    for position, name in enumerate(names):
-        if name in names[:position]:
-            raise invalid(f"tools[{position}].name", name, "each name once")
+    tools: dict[str, Tool] = {}
+    for one in _functions(request):
+        if one.whole_name in tools:
+            raise invalid(f"{one.at}.name", one.whole_name, "each name once")
+        if len(tools) == MAX_TOOLS:
+            raise invalid(one.at, f"function {MAX_TOOLS + 1}", f"at most {MAX_TOOLS} functions, those of namespaces included")
+        tools[one.whole_name] = _tool(one)
     picked = request.tool_choice
     if isinstance(picked, ToolPick) and picked.type == "allowed_tools":
-        allowed = _allowed(picked, names)
-        return tuple(tool for tool in tools if tool.name in allowed)
-    return tuple(tools)
+        allowed = _allowed(picked, list(tools))
+        return tuple(tool for tool in tools.values() if tool.name in allowed)
+    return tuple(tools.values())
+
+
+def shown_tools(request: ResponsesRequest) -> list[FunctionTool]:
+    """The tools as the response tells them: without those that are left out."""
+    return [tool for tool in request.tools or () if not tool.type.startswith(_LEFT_OUT)]
+
+
+def namespaces(request: ResponsesRequest) -> Mapping[str, tuple[str, str]]:
+    """Namespace and name of each function that is in a namespace, by the name that the model writes."""
+    return {one.whole_name: (one.namespace, one.name) for one in _functions(request) if one.namespace is not None}
 
 
 def to_choice(request: ResponsesRequest) -> ToolChoice:
@@ -131,13 +191,11 @@ def to_choice(request: ResponsesRequest) -> ToolChoice:
         if picked.type != "function":
             raise invalid("tool_choice.type", picked.type, "function or allowed_tools")
         name = _given(picked.name, "tool_choice.name")
-        names = [tool.name for tool in request.tools or ()]
+        names = [one.whole_name for one in _functions(request)]
         if name not in names:
-            raise invalid(
-                "tool_choice.name", name, f"one of the tools: {', '.join(str(one) for one in names) or 'there are none'}"
-            )
+            raise invalid("tool_choice.name", name, f"one of the tools: {', '.join(names) or 'there are none'}")
         return ToolChoice("named", name)
-    if picked == "required" and not request.tools:
+    if picked == "required" and not any(_functions(request)):
         raise invalid("tool_choice", picked, "auto or none where there are no tools")
     return ToolChoice(picked or "auto")
 
@@ -152,6 +210,9 @@ def check(request: ResponsesRequest) -> None:
         raise unsupported("conversation", "conversations are")
     if request.prompt is not None:
         raise unsupported("prompt", "stored prompts are")
+    for position, name in enumerate(request.include or ()):
+        if name not in INCLUDABLE:
+            raise invalid(f"include[{position}]", name, ", ".join(INCLUDABLE))
     form = request.text.format if request.text else None
     if form is not None:
         if form.type not in ("text", "json_object", "json_schema"):
@@ -173,10 +234,43 @@ def format_echo(form: TextFormat | None) -> FormatEcho:
     return echo if form.description is None else FormatEcho(echo.type, echo.name, echo.schema, form.description, echo.strict)
 
 
-def _tool(tool: FunctionTool, at: str) -> Tool:
-    if tool.type != "function":
-        raise invalid(f"{at}.type", tool.type, "function")
-    name = tool_name(_given(tool.name, f"{at}.name"), f"{at}.name")
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function where it stands in a request. whole_name  as the model reads and writes it."""
+
+    at: str
+    tool: FunctionTool
+    namespace: str | None
+    name: str
+
+    @property
+    def whole_name(self) -> str:
+        return _whole_name(self.namespace, self.name)
+
+
+def _whole_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _functions(request: ResponsesRequest) -> Iterator[_Function]:
+    """All functions, those of namespaces too. Raises ApiError naming a tool of another type."""
+    for position, tool in enumerate(request.tools or ()):
+        at = f"tools[{position}]"
+        if tool.type == "function":
+            yield _Function(at, tool, None, _given(tool.name, f"{at}.name"))
+        elif tool.type == "namespace":
+            namespace = _given(tool.name, f"{at}.name")
+            for place, inner in enumerate(tool.tools or ()):
+                here = f"{at}.tools[{place}]"
+                if inner.type != "function":
+                    raise invalid(f"{here}.type", inner.type, "function")
+                yield _Function(here, inner, namespace, _given(inner.name, f"{here}.name"))
+        elif not tool.type.startswith(_LEFT_OUT):
+            raise invalid(f"{at}.type", tool.type, "function, namespace")
+
+
+def _tool(one: _Function) -> Tool:
+    tool, name = one.tool, tool_name(one.whole_name, f"{one.at}.name")
     record: dict[str, Json] = {"name": name}
     if tool.description is not None:
         record["description"] = tool.description

@@ -3,10 +3,12 @@
 import base64
 import binascii
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from lamina.chat.records import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from lamina.server.generation import Totals
@@ -64,6 +66,7 @@ class _Open:
     position: int
     call_id: str = ""
     name: str = ""
+    namespace: str | UnsetType = UNSET
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -73,13 +76,16 @@ class ResponseWriter:
 
     blank  the response as it was asked for: no output, in progress.
     has_summary  thoughts also come as summaries.   has_seal  and as `encrypted_content`.   has_logprobs  texts carry them.
+    namespaces   namespace and name of functions, by the name that the model writes.
     """
 
     def __init__(
-        self, blank: ResponseObject, *, has_summary: bool = False, has_seal: bool = False, has_logprobs: bool = False
-    ) -> None:
+        self, blank: ResponseObject, *, has_summary: bool = False, has_seal: bool = False, has_logprobs: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:  # fmt: skip
         self.response = blank
         self._has_summary, self._has_seal, self._has_logprobs = has_summary, has_seal, has_logprobs
+        self._namespaces = namespaces or {}
         self._number = 0
         self._items: list[OutputItem | None] = []
         self._open: dict[int, _Open] = {}  # calls by their index; the open reasoning or message is at -1
@@ -97,8 +103,9 @@ class ResponseWriter:
                 return self._add_text("message", text, logprobs)
             case CallStart(index, call_id, name):
                 found = self._close_text("completed")
-                item = self._new("call", f"fc_{call_id.removeprefix('call_')}")
-                item.call_id, item.name = call_id, name
+                item = self._new("call", "fc")
+                item.call_id = call_id
+                item.namespace, item.name = self._namespaces.get(name, (UNSET, name))
                 self._open[index] = item
                 return [*found, self._item_event("added", item.position, self._finished(item, "in_progress"))]
             case CallArguments(index, text):
@@ -143,9 +150,10 @@ class ResponseWriter:
     def _item_event(self, name: str, position: int, item: OutputItem) -> ItemEvent:
         return ItemEvent(f"response.output_item.{name}", self._next(), position, item)
 
-    def _new(self, kind: Literal["reasoning", "message", "call"], id: str) -> _Open:
+    def _new(self, kind: Literal["reasoning", "message", "call"], prefix: str) -> _Open:
+        """A new item. Its id names the response, where `item_reference` finds it."""
         self._items.append(None)
-        return _Open(kind, id, len(self._items) - 1)
+        return _Open(kind, f"{prefix}_{self.response.id.removeprefix('resp_')}_{len(self._items)}", len(self._items) - 1)
 
     def _add_text(
         self, kind: Literal["reasoning", "message"], text: str, logprobs: list[TokenLogprob] | None
@@ -174,8 +182,7 @@ class ResponseWriter:
         return found
 
     def _open_text(self, kind: Literal["reasoning", "message"], found: list[StreamEvent]) -> _Open:
-        prefix = "rs" if kind == "reasoning" else "msg"
-        item = self._new(kind, f"{prefix}_{self.response.id.removeprefix('resp_')}_{len(self._items)}")
+        item = self._new(kind, "rs" if kind == "reasoning" else "msg")
         self._open[-1] = item
         bare = ReasoningItem(item.id, [], [], "in_progress") if kind == "reasoning" else MessageItem(item.id, "in_progress", [])
         found.append(self._item_event("added", item.position, bare))
@@ -219,7 +226,7 @@ class ResponseWriter:
         """The item as far as it is written."""
         text = "".join(item.pieces)
         if item.kind == "call":
-            return CallItem(item.id, item.call_id, item.name, text, status)
+            return CallItem(item.id, item.call_id, item.name, text, status, item.namespace)
         if item.kind == "message":
             return MessageItem(item.id, status, [OutputText(text, logprobs=item.logprobs if self._has_logprobs else [])])
         summary = [SummaryText(text)] if self._has_summary else []

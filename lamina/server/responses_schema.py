@@ -5,7 +5,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from lamina.server.limits import MAX_PARTS, MAX_TOOLS, CallId, Deadline, Logprobs, Name, Priority, Salt, TopK, TopP
+from lamina.server.limits import (
+    MAX_PARTS,
+    MAX_TOOLS,
+    CallId,
+    Deadline,
+    Logprobs,
+    Name,
+    Priority,
+    Salt,
+    ThinkingBudget,
+    TopK,
+    TopP,
+)
 from lamina.server.schema import Memory, TokenLogprob
 
 #: checked where it is read, as `$` would also match before a line break
@@ -19,9 +31,13 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 PartType = Annotated[
     str, Meta(extra_json_schema={"enum": ["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]})
 ]
-ItemType = Annotated[str, Meta(extra_json_schema={"enum": ["message", "function_call", "function_call_output", "reasoning"]})]
+ItemType = Annotated[
+    str,
+    Meta(extra_json_schema={"enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"]}),
+]
 ItemRole = Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system", "developer"]})]
 FunctionType = Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+ToolType = Annotated[str, Meta(extra_json_schema={"enum": ["function", "namespace", "web_search", "image_generation"]})]
 
 # What a client sends ------------------------------------------------------------------------------------------------
 
@@ -37,8 +53,8 @@ class InputPart(msgspec.Struct, frozen=True):
 class InputItem(msgspec.Struct, frozen=True):
     """One item of the input; which fields count depends on its type.
 
-    message role, content.   function_call name, arguments, call_id.   function_call_output call_id, output.
-    reasoning content, else encrypted_content, else summary.
+    message role, content.   function_call name, namespace, arguments, call_id.   function_call_output call_id, output.
+    reasoning content, else encrypted_content, else summary.   item_reference id, of an item of a response that is kept.
     """
 
     type: ItemType = "message"
@@ -47,6 +63,7 @@ class InputItem(msgspec.Struct, frozen=True):
     content: str | Parts | None = None
     call_id: CallId | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
@@ -55,13 +72,14 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """A function that the model may call. parameters  JSON schema of its arguments."""
+    """A function that the model may call. parameters  JSON schema of its arguments.   tools  functions of a namespace."""
 
-    type: FunctionType
+    type: ToolType
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    tools: Annotated[list["FunctionTool"], Meta(max_length=MAX_TOOLS)] | UnsetType | None = UNSET
 
 
 class ToolPick(msgspec.Struct, frozen=True):
@@ -137,6 +155,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     safety_identifier: Annotated[str, Meta(max_length=128)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     seed: int | None = None
+    thinking_token_budget: ThinkingBudget | None = None
     top_k: TopK | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
@@ -186,13 +205,14 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
 
 
 class CallItem(msgspec.Struct, frozen=True, tag="function_call"):
-    """A call of a function. incomplete: it was cut off, its arguments are no whole JSON."""
+    """A call of a function, of a namespace's where it is named. incomplete: it was cut off, its arguments are no whole JSON."""
 
     id: str
     call_id: str
     name: str
     arguments: str
     status: ItemStatus
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = MessageItem | ReasoningItem | CallItem

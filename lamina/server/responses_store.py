@@ -37,11 +37,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was answered (JSON) and what a next one goes on from."""
+    """A response as it was answered (JSON) and what a next one goes on from. num_input  messages of its turn that are input."""
 
     body: bytes
     turn: Turn
     kept_at: float
+    num_input: int = 0
+
+    def input(self) -> list[Message]:
+        """What it answered, oldest first, without instructions."""
+        return [*(self.turn.before.history() if self.turn.before else ()), *self.turn.messages[: self.num_input]]
 
     @property
     def num_bytes(self) -> int:
@@ -64,11 +69,13 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, owner: str, id: str, body: bytes, messages: tuple[Message, ...], before: Turn | None) -> None:
-        """Keeps a response of `owner`. One that is larger than the store is not kept."""
+    def put(
+        self, owner: str, id: str, body: bytes, messages: tuple[Message, ...], before: Turn | None, num_input: int = 0
+    ) -> None:
+        """Keeps a response of `owner`. One that is larger than the store is not kept. num_input  as in StoredResponse."""
         self.drop(owner, id)
         turn = Turn(messages, before, sum(map(_size, messages)) + _OVERHEAD)
-        stored = StoredResponse(body, turn, self._clock())
+        stored = StoredResponse(body, turn, self._clock(), num_input)
         if turn.num_bytes + stored.num_bytes > self.max_bytes:
             return
         self._hold(turn)

@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lamina.server.body import state_of
+
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -18,7 +20,11 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["lamina_route"] = self._path
-        response = await self._handler(Request(scope, receive, send))
+        request = Request(scope, receive, send)
+        try:
+            response = await self._handler(request)
+        finally:
+            state_of(request).take_body_bytes(scope, 0, 0)
         await response(scope, receive, send)
 
 

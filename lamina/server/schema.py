@@ -191,10 +191,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[ToolIn], Meta(max_length=L.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: L.Effort | None = None
     reasoning: JsonObject | None = None
     thinking: bool | JsonObject | None = None
     enable_thinking: bool | None = None
+    thinking_token_budget: L.ThinkingBudget | None = None
     chat_template_kwargs: JsonObject | None = None
     stop_in_reasoning: bool | None = None
     add_generation_prompt: bool | None = None

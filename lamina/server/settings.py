@@ -14,6 +14,7 @@ class ServerSettings:
     max_queue       most requests that may be in work at once, waiting ones included; more get 429.
     max_body_bytes  largest body.   max_header_bytes  largest head.
     client_s        how long a client may take to send a head or a body, or to read what was sent, before it is cut off.
+    keep_alive_s    a stream that has sent nothing for so long sends a sign of life; 0: never.
     drain_s         how long running requests may go on after SIGTERM.
     stall_s         work that waits while no token moves for so long makes /health fail.
     raw_special_tokens  special tokens in users' texts come to life, as the model's own encoder does.
@@ -30,9 +31,10 @@ class ServerSettings:
     names: tuple[str, ...] = ("lamina",)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_queue: int = 1024
-    max_body_bytes: int = 32 * MiB
+    max_body_bytes: int = 16 * MiB
     max_header_bytes: int = 32 * 1024
     client_s: float = 60.0
+    keep_alive_s: float = 15.0
     drain_s: float = 30.0
     stall_s: float = 30.0
     raw_special_tokens: bool = False

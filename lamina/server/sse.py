@@ -2,9 +2,13 @@
 
 A slow reader blocks nobody but itself: while it does not read, its own answer is not taken from the engine's queue, which is
 bounded, and beyond its bound the request ends. A reader that does not read at all is cut off by `protocol.py`.
+
+A stream that has nothing to say for a while, as its request waits or its prompt is long, says so: what stands between the client
+and the server may close a connection that is silent.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import Request
@@ -18,6 +22,7 @@ from lamina.server.generation import Generation, wait_until_gone
 
 _LOG = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of such streams passes over
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -36,32 +41,57 @@ def error_data(error: Exception) -> bytes:
 
 
 class EventStream:
-    """An ASGI answer of the bytes that `parts` gives. When the client goes, or something breaks, `generations` are cancelled.
+    """An ASGI answer of the bytes that `parts` gives, whole events each. When the client goes, or something breaks, `generations`
+    are cancelled.
 
-    on_error  the bytes that a stream ends with if it fails.
+    on_error  the bytes that a stream ends with if it fails.   keep_alive  those that it sends when it has nothing to say.
     """
 
     def __init__(
         self, request: Request, parts: AsyncIterator[bytes], generations: Sequence[Generation],
-        on_error: Callable[[Exception], bytes] = error_data,
+        on_error: Callable[[Exception], bytes] = error_data, keep_alive: bytes = KEEP_ALIVE,
     ) -> None:  # fmt: skip
         self._request = request
         self._parts = parts
         self._generations = generations
         self._on_error = on_error
+        self._keep_alive = keep_alive
+        self._sent_s = time.monotonic()
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         async with cancelled_when_gone(self._request, self._generations):
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            ticking = asyncio.create_task(self._tick(send))
+            goes_on = True
             try:
                 async for part in self._parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                    self._is_sending = True
+                    goes_on = not part.endswith(DONE)  # the end of the stream goes out together with its last event
+                    await send({"type": "http.response.body", "body": part, "more_body": goes_on})
+                    self._is_sending = False
+                    self._sent_s = time.monotonic()
             except Exception as error:
+                ticking.cancel()
                 if not isinstance(error, LaminaError):
                     _LOG.error("stream failed request=%s", scope["lamina_id"], exc_info=error)
                 await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                ticking.cancel()
+            if goes_on:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _tick(self, send: Send) -> None:
+        """A sign of life each time that nothing was sent for keep_alive_s."""
+        pause_s = state_of(self._request).settings.keep_alive_s
+        while pause_s:
+            await asyncio.sleep(max(0.0, self._sent_s + pause_s - time.monotonic()))
+            if time.monotonic() - self._sent_s < pause_s:
+                continue
+            if not self._is_sending:  # else it is the client that does not read
+                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+            self._sent_s = time.monotonic()
 
 
 class cancelled_when_gone:

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.types import Scope
+
 from lamina.base.log import event, get_logger
 from lamina.chat.formats import ChatFormat
 from lamina.engine.client import EngineClient
@@ -73,6 +75,7 @@ class ServerState:
     counters: Counters = field(default_factory=Counters)
     observers: list[Observer] = field(default_factory=list)
     in_flight: int = 0
+    body_bytes: int = 0
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -102,6 +105,19 @@ class ServerState:
             raise ApiError(400, f"{field_name}: this checkpoint has no tokenizer.json, use token ids", field_name)
         return self.codec
 
+    def check_fits(self, text: str) -> None:
+        """Raises ApiError (400) for a text that has more tokens than a prompt may have, however it is cut; encodes nothing."""
+        if self.codec is not None:
+            self.check_length(self.codec.fewest_tokens(text), is_all=False)
+
+    def check_length(self, num_tokens: int, is_all: bool = True) -> None:
+        """Raises ApiError (400) for a prompt that is too long. is_all  False: it has so many tokens at least."""
+        most = self.ready.max_model_len
+        if num_tokens > most:
+            count = f"{num_tokens}" if is_all else f"at least {num_tokens}"
+            text = f"the prompt has {count} tokens, prompt and answer may have {most}: shorten it"
+            raise ApiError(400, text, "prompt", "context_length_exceeded")
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model that is not served; None is the one that is."""
         if name is not None and name not in self.settings.names:
@@ -119,6 +135,14 @@ class ServerState:
             raise ApiError(429, text, code="queue_full", retry_after_s=1.0)
         self.in_flight += 1
         self.counters.prompts += 1
+
+    def take_body_bytes(self, scope: Scope, size: int, most: int) -> None:
+        """A large body has `size` bytes by now; 0 when its request has been answered. Raises ApiError (429) beyond `most`."""
+        self.body_bytes += size - scope.get("lamina_body_bytes", 0)
+        scope["lamina_body_bytes"] = size
+        if size and self.body_bytes > most:
+            self.counters.refused += 1
+            raise ApiError(429, "too many large bodies are in work: send it again later", code="queue_full", retry_after_s=1.0)
 
     def leave(self, record: GenerationRecord) -> None:
         """A request in work has ended."""

@@ -19,6 +19,7 @@ from lamina.base.version import __version__
 from lamina.engine.wire import CacheState, PrefixRow, Stats
 from lamina.server import ui_drawing as drawing
 from lamina.server.auth import find_key
+from lamina.server.cache import visible_realm
 from lamina.server.state import ServerState
 from lamina.server.ui_chat import ChatBox
 from lamina.server.ui_history import SPAN_S, History
@@ -42,7 +43,7 @@ class Watch:
     def __init__(self, state: ServerState, history: History) -> None:
         self.state = state
         self.history = history
-        self.cache: CacheState | None = None
+        self.caches: dict[str, CacheState] = {}  # by the realm of the prefixes in it
         self.views: set[View] = set()
         self._looking: asyncio.Task[None] | None = None
 
@@ -57,7 +58,8 @@ class Watch:
         while self.views:
             try:
                 if self.state.client.state == "ready":
-                    self.cache = await self.state.client.cache(MAX_PREFIXES)
+                    realms = {view.realm for view in self.views}
+                    self.caches = {realm: await self.state.client.cache(MAX_PREFIXES, realm) for realm in realms}
             except LaminaError:
                 pass  # the engine is on its way down or up: the pages show its state
             for view in list(self.views):
@@ -68,9 +70,9 @@ class Watch:
                     _LOG.exception("a page could not be brought up to date")
             await asyncio.sleep(REFRESH_S)
 
-    async def change(self, action: str, key: str) -> None:
+    async def change(self, action: str, key: str, realm: str) -> None:
         """Pins, unpins or drops. Raises LaminaError with the engine's words."""
-        self.cache = await self.state.client.change_cache(action, key)
+        self.caches[realm] = await self.state.client.change_cache(action, key, realm)
 
 
 def make_page_app(state: ServerState, history: History) -> FastAPI:
@@ -150,6 +152,7 @@ class View:
 
     def __init__(self, watch: Watch, api_key: str | None) -> None:
         self.watch = watch
+        self.realm = visible_realm(watch.state, api_key)
         self.dark = ui.dark_mode(value=None)
         self._shown: dict[int, str] = {}
         self._header()
@@ -200,7 +203,7 @@ class View:
 
     def update(self) -> None:
         """Brings the page up to date."""
-        history, cache = self.watch.history, self.watch.cache
+        history, cache = self.watch.history, self.watch.caches.get(self.realm)
         self._show(self.engine, self._engine_html())
         stats = history.stats
         if stats is not None:
@@ -277,7 +280,7 @@ class View:
 
     async def _change(self, action: str, key: str) -> None:
         try:
-            await self.watch.change(action, key)
+            await self.watch.change(action, key, self.realm)
             self.complaint.set_text("")
         except LaminaError as error:
             self.complaint.set_text(str(error))

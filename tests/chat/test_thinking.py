@@ -19,8 +19,6 @@ from lamina.chat.thinking import thinking_options
         ({"reasoning_effort": "none", "thinking": True}, (False, "none")),
         ({"reasoning_effort": "minimal"}, (None, "minimal")),
         ({"reasoning_effort": "xhigh", "thinking": False}, (False, "xhigh")),
-        ({"reasoning_effort": "whatever"}, (None, "high")),
-        ({"reasoning_effort": 3}, (None, None)),
         ({"reasoning": {"effort": "low"}}, (None, "low")),
         ({"thinking": True, "chat_template_kwargs": {"thinking": False, "reasoning_effort": "max", "x": 1}}, (False, "max")),
     ],
@@ -36,6 +34,10 @@ def test_spellings(values: dict[str, object], expected: tuple[bool | None, str |
         ({"enable_thinking": 1}, "enable_thinking"),
         ({"thinking": {"type": "so"}}, "thinking.type"),
         ({"chat_template_kwargs": {"thinking": []}}, "thinking"),
+        ({"reasoning_effort": "whatever"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"reasoning": {"effort": "HIGH"}}, "reasoning.effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": ""}}, "chat_template_kwargs.reasoning_effort"),
     ],
 )
 def test_refusals(values: dict[str, object], field: str) -> None:

@@ -36,7 +36,7 @@ SEEDED = SamplingParams(max_tokens=20, temperature=1, seed=5, ignore_eos=True, l
 
 @pytest.fixture(scope="module")
 def shared(checkpoint_of: FindCheckpoint) -> LLM:
-    return LLM(str(checkpoint_of("flash")), cache_bytes="64MiB")
+    return LLM(str(checkpoint_of("short")), cache_bytes="64MiB")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def ids(random_models: ModuleType) -> Ids:
 
 
 def make(checkpoint_of: FindCheckpoint, **settings: object) -> LLM:
-    return LLM(str(checkpoint_of("flash")), **settings)  # type: ignore[arg-type]
+    return LLM(str(checkpoint_of("short")), **settings)  # type: ignore[arg-type]
 
 
 def answer(output: RequestOutput, index: int = 0) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ def ids(random_models: ModuleType) -> Ids:
 @pytest.fixture
 def make(checkpoint_of: Callable[[str], Path]) -> Make:
     def build(**settings: object) -> LLM:
-        return LLM(str(checkpoint_of("flash")), **({"cache_bytes": "16MiB"} | settings))  # type: ignore[arg-type]
+        return LLM(str(checkpoint_of("short")), **({"cache_bytes": "16MiB"} | settings))  # type: ignore[arg-type]
 
     return build
 
@@ -42,7 +42,7 @@ def make(checkpoint_of: Callable[[str], Path]) -> Make:
 @pytest.fixture(scope="module")
 def expect(checkpoint_of: Callable[[str], Path], driving: ModuleType) -> Expect:
     """The answer of an engine that does nothing else."""
-    llm = LLM(str(checkpoint_of("flash")), cache_bytes="32MiB")
+    llm = LLM(str(checkpoint_of("short")), cache_bytes="32MiB")
 
     def find(prompt: list[int], params: SamplingParams = PARAMS) -> Answer:
         driving.wipe(llm.engine)
@@ -151,8 +151,12 @@ def test_bad_prompts_are_refused_with_their_place(make: Make) -> None:
 # Cancellation --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "preempted", "finished"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "moment"),
+    [(3, moment) for moment in ("waiting", "prefilling", "decoding", "preempted", "finished")]
+    + [(1, "decoding")]
+    + [pytest.param(1, moment, marks=pytest.mark.long) for moment in ("waiting", "prefilling", "preempted", "finished")],
+)
 def test_cancelling(make: Make, driving: ModuleType, ids: Ids, expect: Expect, moment: str, n: int) -> None:
     """The cancelled one gives its pages back at once; the one beside it is not disturbed; the same prompt then works."""
     llm = make(max_step_tokens=64, max_requests=1 if moment == "waiting" else 8)
@@ -225,8 +229,10 @@ def test_a_stream_that_is_never_read_is_cancelled_when_it_goes(make: Make, ids: 
 # Contention ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more_pages", [0, 1, 3])
-@pytest.mark.parametrize("budget", [33, 1024])
+@pytest.mark.parametrize(
+    ("budget", "more_pages"),
+    [(33, 0), (1024, 1), (33, 3), *(pytest.param(*more, marks=pytest.mark.long) for more in ((33, 1), (1024, 0), (1024, 3)))],
+)
 def test_a_tiny_pool_serves_everyone_exactly(
     make: Make, driving: ModuleType, ids: Ids, expect: Expect, more_pages: int, budget: int
 ) -> None:
@@ -251,11 +257,12 @@ def test_a_tiny_pool_serves_everyone_exactly(
     assert_nothing_held(llm.engine)
 
 
+@pytest.mark.long
 def test_answers_that_outgrow_the_pool_take_turns(make: Make, driving: ModuleType, ids: Ids, expect: Expect) -> None:
     """Each grows over two blocks; the last to come gives way, and comes back."""
     size = make().engine.layout
     llm = make(cache_bytes=(2 * size.slot_pages + 4) * size.page_bytes)
-    params = [SamplingParams(max_tokens=270, temperature=1, seed=number, ignore_eos=True, logprobs=1) for number in range(2)]
+    params = [SamplingParams(max_tokens=267, temperature=1, seed=number, ignore_eos=True, logprobs=1) for number in range(2)]
     prompts = [ids(247 + number, 60 + number) for number in range(2)]
     groups = [llm.engine.add(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     driving.run_all(llm.engine, groups)
@@ -265,7 +272,7 @@ def test_answers_that_outgrow_the_pool_take_turns(make: Make, driving: ModuleTyp
     assert_nothing_held(llm.engine)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_storm_of_preemptions_evictions_and_cancellations(
     make: Make, driving: ModuleType, ids: Ids, expect: Expect, seed: int
 ) -> None:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from lamina import SamplingParams
 from lamina.base.config import EngineConfig
-from lamina.base.errors import ConfigError
+from lamina.base.errors import BusyError, ConfigError
 from lamina.chat.dsml import DsmlFormat
 from lamina.chat.records import CallArguments, CallEnd, CallStart, ChatOptions, Content, Tool, ToolChoice
 from lamina.chat.tool_grammar import tool_grammar
@@ -25,7 +27,7 @@ from lamina.schedule.grammar import allows_any
 if importlib.util.find_spec("xgrammar") is None:
     pytest.skip("xgrammar is not installed", allow_module_level=True)
 
-from lamina.engine.grammar import CompiledGrammar, GrammarCompiler, quoted
+from lamina.engine.grammar import CompiledGrammar, GrammarCompiler, import_library, quoted
 
 EOS = 1
 VOCAB = 1024
@@ -444,6 +446,7 @@ def test_bad_grammars_are_refused_in_one_line(compiler: GrammarCompiler, kind: s
 
 def test_what_takes_too_long_is_given_up(engine: Engine) -> None:
     """The future fails at its limit, whatever the library still does; the next grammar is served."""
+    import_library()
     slow = {"type": "object", "properties": {f"p{index}": STRING for index in range(480)}, "additionalProperties": False}
     compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), limit_s=0.02, num_threads=2)
     with pytest.raises(ConfigError, match=r"longer than 0.02 s"):
@@ -453,6 +456,39 @@ def test_what_takes_too_long_is_given_up(engine: Engine) -> None:
     compiler.close()
 
 
+def test_who_has_to_wait_for_what_takes_too_long_is_told_to_come_again(engine: Engine) -> None:
+    """The one thread is busy with a grammar that was given up: nobody else's is blamed. Then it is free again."""
+    import_library()
+    slow = {"type": "object", "properties": {f"p{index}": STRING for index in range(480)}, "additionalProperties": False}
+    compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), limit_s=0.2, num_threads=1)
+    first, second = compiler.submit(schema(slow)), compiler.submit(schema({"type": "null"}))
+    with pytest.raises(ConfigError, match=r"longer than 0\.2 s"):
+        first.result()
+    with pytest.raises(BusyError, match="response_format: no thread was free"):
+        second.result()
+    with pytest.raises(BusyError):
+        compiler.submit(schema({"type": "null"}))
+    assert compiler.stats().refused == {"late": 1, "busy": 2}
+    compiler.limit_s = 20
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            assert compiler.compile(schema({"type": "null"})).nbytes > 0
+            break
+        except BusyError:
+            time.sleep(0.05)
+    found = compiler.stats()
+    assert found.kept >= 1 and sum(found.compiled) >= 1 and found.total_s > 0
+    compiler.close()
+
+
+def test_warnings_that_cite_a_schema_are_not_printed(engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
+    compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,))
+    compiler.compile(schema({"type": "string", "pattern": "^sec(?=x)ret$", "minLength": 3}))
+    os.write(2, b"ours\n")
+    assert capfd.readouterr().err == "ours\n"
+
+
 def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
     compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), cache_bytes=1)
     first = compiler.compile(schema({"type": "null"}))
@@ -460,6 +496,11 @@ def test_equal_grammars_are_compiled_once(engine: Engine) -> None:
     assert again.compiled is first.compiled and (first.after, again.after) == (None, 7)
     compiler.compile(schema({"type": "boolean"}))  # takes its place: the cache holds one byte
     assert compiler.compile(schema({"type": "null"})).compiled is not first.compiled
+    stats = compiler.stats()
+    assert (stats.hits, stats.kept, stats.evicted, sum(stats.compiled)) == (1, 1, 2, 3)
+    with pytest.raises(ConfigError):
+        compiler.compile(Grammar("regex", "("))
+    assert compiler.stats().refused == {"invalid": 1}
 
 
 def test_a_checkpoint_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:

@@ -33,14 +33,14 @@ DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=11, ignore_eos=T
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
-def pick(every: Sequence[int], some: Sequence[int]) -> list[pytest.ParameterSet]:
-    """Pairs of a setup and a number: all numbers for the first setup, some for the others and the rest of them marked long."""
+def pick(every: Sequence[int], some: Sequence[int], most: Sequence[int] = range(1001)) -> list[pytest.ParameterSet]:
+    """Pairs of a setup and a number: most numbers for the first setup, some for the others, and the rest marked long."""
     return [
         pytest.param(
             setup,
             number,
             id=f"{'-'.join(setup)}-{number}",
-            marks=[] if setup == SETUPS[0] or number in some else [pytest.mark.long],
+            marks=[] if number in (most if setup == SETUPS[0] else some) else [pytest.mark.long],
         )
         for setup in SETUPS
         for number in every
@@ -153,7 +153,7 @@ def test_decoding_gives_the_bits_of_prefilling(bench: Bench) -> None:
     bench.check_same(group)
 
 
-@pytest.mark.parametrize(("setup", "budget"), pick(BUDGETS, (5, 129)))
+@pytest.mark.parametrize(("setup", "budget"), pick(BUDGETS, (5, 129), (1, 7, 127, 128, 129)))
 def test_chunked(bench_of: Callable[[Setup], Bench], setup: Setup, budget: int) -> None:
     bench = bench_of(setup)
     bench.reset(budget)
@@ -185,9 +185,10 @@ def test_warm_again_and_again(bench: Bench) -> None:
         bench.check_same(group)
 
 
-@pytest.mark.parametrize("kept", [1, 7, ANSWER - 1, ANSWER])
-def test_warm_after_an_answer(bench: Bench, kept: int) -> None:
+@pytest.mark.parametrize(("setup", "kept"), pick([1, 7, ANSWER - 1, ANSWER], (7, ANSWER)))
+def test_warm_after_an_answer(bench_of: Callable[[Setup], Bench], setup: Setup, kept: int) -> None:
     """The next turn of a chat: the prompt, some or all of the answer, then more."""
+    bench = bench_of(setup)
     bench.reset()
     bench.serve([bench.ids])
     bench.recorder.forget()
@@ -238,12 +239,13 @@ def test_batched_with_others(bench_of: Callable[[Setup], Bench], setup: Setup, c
     bench.check_all(groups)
 
 
-@pytest.mark.parametrize("budget", [37, 128, None])
-def test_preempted_at_every_37th_token(bench: Bench, budget: int | None) -> None:
+@pytest.mark.parametrize(("setup", "budget"), pick([37, 128, 1000], (37,)))
+def test_preempted_at_every_37th_token(bench_of: Callable[[Setup], Bench], setup: Setup, budget: int) -> None:
+    bench = bench_of(setup)
     bench.reset(budget)
     group = bench.engine.add(bench.ids, DRAWN)
     bench.driving.run_all(bench.engine, [group], bench.driving.preempt_every(37))
-    assert group.requests[0].num_preemptions == {37: 8, 128: 3, None: 1}[budget]
+    assert group.requests[0].num_preemptions == {37: 8, 128: 3, 1000: 1}[budget]
     bench.check(group, computed=PROMPT)  # a resumed request computes nothing twice
     bench.check_same(group)
 
@@ -268,9 +270,10 @@ def test_preempted_among_others(first: Bench) -> None:
     first.check_all(groups)
 
 
-@pytest.mark.parametrize("budget", [None, 50])
-def test_forked(bench: Bench, budget: int | None) -> None:
+@pytest.mark.parametrize(("setup", "budget"), pick([1000, 50], (50,)))
+def test_forked(bench_of: Callable[[Setup], Bench], setup: Setup, budget: int) -> None:
     """n = 3: the first child is the request with n = 1; every child's every token has the bits of a prefill of its own answer."""
+    bench = bench_of(setup)
     bench.reset(budget)
     (group,) = bench.serve(
         [bench.ids], SamplingParams(n=3, max_tokens=ANSWER, temperature=1.0, seed=11, ignore_eos=True, logprobs=3)

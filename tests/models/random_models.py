@@ -41,6 +41,8 @@ class Recipe:
 FLASH, PRO = (0, 4, 128, 4, 128), (128, 128, 4, 128, 4)
 RECIPES = {
     "flash": Recipe(FLASH, 0),
+    # few layers, and blocks of 256 tokens like the others: for tests of what surrounds a model
+    "short": Recipe((0, 4, 128, 4), 5),
     "pro": Recipe(PRO, 1, (("routed_scaling_factor", 2.5), ("num_hash_layers", 3))),
     # a window smaller than a tile, other widths everywhere, groups of one head, no hash layers, a tight clamp
     "narrow": Recipe(

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -67,21 +67,30 @@ def test_logits_at_every_position_of_one_prompt(
     assert_close(logits_of(driving, load(checkpoint_of(name)), ids), reference.logits, reference.ties)
 
 
-@pytest.mark.parametrize("name", ["flash", "pro"])
+#: around the ends of groups, of the window and of a block
+BORDERS = [*range(1, 12), *range(125, 133), *range(253, 261), LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("flash", range(1, LENGTH + 1)), ("pro", BORDERS), pytest.param("pro", range(1, LENGTH + 1), marks=pytest.mark.long)],
+    ids=["flash", "pro at borders", "pro"],
+)
 def test_the_next_token_of_every_length_cold_and_together(
-    name: str, driving: ModuleType, references: References, checkpoint_of: FindCheckpoint
+    name: str, lengths: Sequence[int], driving: ModuleType, references: References, checkpoint_of: FindCheckpoint
 ) -> None:
-    """300 prompts of lengths 1 to 300 in the same steps; salts keep them from sharing anything."""
+    """Prompts of lengths 1 to 300 in the same steps; salts keep them from sharing anything."""
     ids, reference = references(name)
     engine = load(checkpoint_of(name)).engine
     with driving.Recorder(engine) as recorder:
         driving.wipe(engine)
         params = SamplingParams(max_tokens=1, temperature=0)
-        groups = [engine.add(ids[:length], params, 0, f"salt {length}") for length in range(1, LENGTH + 1)]
+        groups = [engine.add(ids[:length], params, 0, f"salt {length}") for length in lengths]
         driving.run_all(engine, groups)
         assert all(group.output.usage.cached_tokens == 0 for group in groups)
-        found = torch.stack([recorder.logits[group.requests[0].id, length] for length, group in enumerate(groups)])
-        assert_close(found, reference.logits, reference.ties)
+        last = [length - 1 for length in lengths]
+        found = torch.stack([recorder.logits[group.requests[0].id, at] for at, group in zip(last, groups, strict=True)])
+        assert_close(found, reference.logits[last], reference.ties[last])
 
 
 @pytest.mark.parametrize("name", ["flash"])
@@ -92,12 +101,14 @@ def test_the_next_token_of_every_length_each_warm_from_the_one_before(
     engine = load(checkpoint_of(name)).engine
     with driving.Recorder(engine) as recorder:
         driving.wipe(engine)
-        found = []
-        for length in range(1, LENGTH + 1):
+        found, last, before = [], [], 0
+        for length in [*range(1, 150), *range(240, 270), LENGTH]:
             (group,) = driving.serve(engine, [ids[:length]], SamplingParams(max_tokens=1, temperature=0))
-            assert group.output.usage.cached_tokens == length - 1
+            assert group.output.usage.cached_tokens == before
             found.append(recorder.logits[group.requests[0].id, length - 1])
-        assert_close(torch.stack(found), reference.logits, reference.ties)
+            last.append(length - 1)
+            before = length
+        assert_close(torch.stack(found), reference.logits[last], reference.ties[last])
 
 
 @pytest.mark.parametrize("name", ["flash", "pro", "narrow"])

@@ -9,12 +9,10 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,16 +41,6 @@ starts_interpreter = pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kern
 
 #: an index far outside every buffer
 FAR = 1 << 30
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_interpreted(file: str, timeout_s: int = 900) -> None:
-    """Runs the tests of a file once more, in a process of its own, with Triton's interpreter; fails as they fail."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=_ROOT)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

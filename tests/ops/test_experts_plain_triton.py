@@ -1,11 +1,11 @@
 """The experts of `plain.py`, in every format it reads, against `ref.py`: on a GPU, or in Triton's interpreter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernel_tests import DEVICE, X_DTYPE, compiles_kernels, machine_code, run_interpreted, runs_kernels, starts_interpreter
+from kernel_tests import DEVICE, X_DTYPE, compiles_kernels, machine_code, runs_kernels, starts_interpreter
 from torch import Tensor
 
 from lamina.ops.experts import experts, kernels
@@ -222,6 +222,6 @@ def test_compiled_ahead_of_time(capability: int, maths: str, tokens: int, instru
 
 
 @starts_interpreter
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
     run_interpreted(__file__)

@@ -3,9 +3,8 @@
 import importlib.util
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -398,6 +397,11 @@ def machine_code(kernel: JITFunction, types: dict[str, str], constants: dict[str
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
+def _long(*values: object) -> pytest.ParameterSet:
+    """Another size of what is compiled without it too; compiling takes seconds."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 _OPERANDS = {"fp8": ("*fp8e4nv", "*fp8e4nv"), "codes": ("*u8", "*u8"), "wide": ("*bf16", "*u8"), "bf16": ("*bf16", "*bf16")}
 
 
@@ -406,19 +410,19 @@ _OPERANDS = {"fp8": ("*fp8e4nv", "*fp8e4nv"), "codes": ("*u8", "*u8"), "wide": (
     ("capability", "maths", "order", "tokens", "shape", "instruction"),
     [
         (90, "fp8", "decode", 1, REAL[0], "QGMMA.64x16x32"),
-        (90, "fp8", "decode", 32, REAL[1], "QGMMA.64x32x32"),
-        (90, "fp8", "decode", 64, REAL[2], "QGMMA.64x64x32"),
+        _long(90, "fp8", "decode", 32, REAL[1], "QGMMA.64x32x32"),
+        _long(90, "fp8", "decode", 64, REAL[2], "QGMMA.64x64x32"),
         (90, "fp8", "decode", 8, REAL[3], "QGMMA.64x16x32"),
         (90, "bf16", "decode", 1, REAL[8], "HGMMA.64x16x16"),
-        (90, "bf16", "decode", 32, REAL[10], "HGMMA.64x32x16"),
+        _long(90, "bf16", "decode", 32, REAL[10], "HGMMA.64x32x16"),
         (90, "wide", "decode", 8, REAL[2], "HGMMA.64x16x16"),
-        (90, "fp8", "prefill", 40, REAL[2], "QGMMA.64x64x32"),
+        _long(90, "fp8", "prefill", 40, REAL[2], "QGMMA.64x64x32"),
         (90, "fp8", "prefill", 4096, REAL[2], "QGMMA.64x128x32"),
         (90, "bf16", "prefill", 4096, REAL[7], "HGMMA.64x128x16"),
-        (90, "wide", "decode", 256, REAL[2], "HGMMA.64x64x16"),
+        _long(90, "wide", "decode", 256, REAL[2], "HGMMA.64x64x16"),
         (80, "codes", "decode", 8, REAL[2], "HMMA.16816"),
-        (80, "codes", "decode", 256, REAL[2], "HMMA.16816"),
-        (80, "bf16", "decode", 256, REAL[7], "HMMA.16816"),
+        _long(80, "codes", "decode", 256, REAL[2], "HMMA.16816"),
+        _long(80, "bf16", "decode", 256, REAL[7], "HMMA.16816"),
         (80, "wide", "decode", 8, REAL[2], "HMMA.16816"),
         (80, "bf16", "decode", 8, REAL[7], "HMMA.16816"),
         (80, "codes", "prefill", 4096, REAL[2], "HMMA.16816"),
@@ -451,13 +455,13 @@ def test_compiled_ahead_of_time(
     ("tokens", "shape", "maths", "order", "out_dtype", "tile"),
     [
         (4096, REAL[1], "fp8", "prefill", "bf16", (128, 128, 1, 1)),
-        (4096, (4000, 7168, 1), "fp8", "prefill", "fp32", (128, 128, 1, 1)),
+        _long(4096, (4000, 7168, 1), "fp8", "prefill", "fp32", (128, 128, 1, 1)),
         (4096, REAL[7], "bf16", "prefill", "fp32", (128, 256, 1, 1)),
         (64, REAL[2], "fp8", "decode", "bf16", (64, 128, 4, 1)),
         (256, REAL[2], "fp8", "decode", "bf16", (128, 128, 2, 2)),
         (256, REAL[7], "bf16", "decode", "fp32", (128, 128, 4, 2)),
-        (256, REAL[9], "bf16", "decode", "fp32", (64, 128, 16, 1)),
-        (256, REAL[10], "bf16", "decode", "fp32", (128, 256, 1, 1)),
+        _long(256, REAL[9], "bf16", "decode", "fp32", (64, 128, 16, 1)),
+        _long(256, REAL[10], "bf16", "decode", "fp32", (128, 256, 1, 1)),
     ],
     ids=str,
 )
@@ -486,10 +490,6 @@ def test_hopper_compiled_ahead_of_time(
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted(__file__)

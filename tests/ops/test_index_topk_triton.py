@@ -4,7 +4,7 @@ Codes and weights are chosen so that every score is exact in fp32, whatever the 
 must be the very same. Where numbers are real, the choice must be that of the kernel's own scores, and these must be right.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,7 +24,6 @@ from tests.ops.kernel_tests import (
     INTERPRETED,
     compiles_kernels,
     machine_code,
-    run_interpreted,
     runs_kernels,
     starts_interpreter,
 )
@@ -438,8 +437,8 @@ ALIGNED = ("code_stride", "scale_stride", "score_stride", "row_stride", "table_s
 @compiles_kernels
 @pytest.mark.parametrize(
     ("capability", "index_format", "order"),
-    [(90, name, order) for name in ("fp4", "fp8") for order in ("decode", "prefill")]
-    + [(90, "bf16", "prefill"), (80, "fp4", "prefill"), (80, "fp8", "decode")],
+    [(90, "fp4", "decode"), (90, "fp4", "prefill"), (90, "fp8", "decode"), (90, "bf16", "prefill"), (80, "fp4", "prefill")]
+    + [pytest.param(*more, marks=pytest.mark.long) for more in ((90, "fp8", "prefill"), (80, "fp8", "decode"))],
 )
 def test_scores_compiled_ahead_of_time(capability: int, index_format: str, order: Literal["decode", "prefill"]) -> None:
     """Tensor cores, keys expanded in registers, copies under way during the products, no spills."""
@@ -465,7 +464,7 @@ def test_scores_compiled_ahead_of_time(capability: int, index_format: str, order
 
 
 @compiles_kernels
-@pytest.mark.parametrize(("size", "segment"), [(4096, 4096), (8192, 0), (16384, 16384)])
+@pytest.mark.parametrize(("size", "segment"), [(4096, 4096), (8192, 0), pytest.param(16384, 16384, marks=pytest.mark.long)])
 def test_selection_compiled_ahead_of_time(size: int, segment: int) -> None:
     integers = dict.fromkeys(("first_row", "max_entries", "num_segments", *ALIGNED), "i32")
     constants = {"RATIO": 4, "TOP_K": 512, "PADDED_K": 512, "SIZE": size}
@@ -480,6 +479,6 @@ def test_selection_compiled_ahead_of_time(size: int, segment: int) -> None:
 
 
 @starts_interpreter
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
     run_interpreted(__file__)

@@ -1,5 +1,7 @@
 """Moving pieces of memory by a kernel against the definition: on a GPU if there is one, else in Triton's interpreter."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from tests.ops.kernel_tests import (
     compiles_kernels,
     machine_code,
     only_compiling,
-    run_interpreted,
     runs_kernels,
     starts_interpreter,
 )
@@ -126,5 +127,5 @@ def test_refusals() -> None:
 
 
 @starts_interpreter
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     run_interpreted(__file__)

@@ -6,8 +6,7 @@ on the CPU, whose roots are those of IEEE.
 
 import importlib.util
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -173,10 +172,6 @@ def test_compiled_ahead_of_time(capability: int, name: str, types: dict[str, str
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted(__file__)

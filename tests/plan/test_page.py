@@ -299,7 +299,11 @@ def viewer(browser: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> obj
     return browser.Browser(program, tmp_path_factory.mktemp("browser"))
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: layers that differ, and all that are alike; a browser takes seconds for each page
+DRAWN = [MODELS[0], *(pytest.param(name, marks=pytest.mark.long) for name in MODELS[1:])]
+
+
+@pytest.fixture(scope="module", params=DRAWN)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Plan, Path]]:
     plan = replace(plan_of(request.param), model=HOSTILE)
     path = tmp_path_factory.mktemp("page") / f"{request.param}.html"

@@ -6,8 +6,7 @@ On a GPU if there is one, else in Triton's interpreter, in its own process.
 import dataclasses
 import importlib.util
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -255,10 +254,6 @@ def test_nothing_to_draw() -> None:
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_interpreted() -> None:
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib -p no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted(__file__)

@@ -11,6 +11,7 @@ import pytest
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Engine, Group
 from lamina.runtime.runner import Runner
+from lamina.schedule.request import ThoughtLimit
 from lamina.schedule.step import UNKNOWN, Step, StepResult
 
 
@@ -112,6 +113,27 @@ def test_the_same_answers(made: Callable[..., tuple[LLM, LLM, Late]], driving: M
     assert ahead.engine.scheduler.late_results > 0 and plain.engine.scheduler.late_results == 0
     again = driving.serve(ahead.engine, prompts, params)  # from what was left
     assert answers(again) == answers(expected)
+    assert_nothing_held(ahead.engine)
+
+
+def test_thoughts_that_are_ended(made: Callable[..., tuple[LLM, LLM, Late]], random_models: ModuleType) -> None:
+    """The token that ends them waits for those before it; the others go on meanwhile."""
+    plain, ahead, late = made()
+    ends = ((4, 7, (7,)), (9, 7, (7, *range(500))), (0, 3, (3,)))
+    limits = [None, *(ThoughtLimit(tokens, end, frozenset(others)) for tokens, end, others in ends)]
+    params = SamplingParams(max_tokens=16, seed=5, n=2, ignore_eos=True)
+    found = []
+    for engine in (plain.engine, ahead.engine):
+        groups = [
+            engine.add(random_models.token_ids(20 + place, place), params, thoughts=limit) for place, limit in enumerate(limits)
+        ]
+        while engine.has_work:
+            engine.step()
+        found.append(answers(groups))
+    assert found[0] == found[1] and late.unknown > 50
+    outputs = [one.token_ids for group in groups for one in group.output.outputs]
+    assert all(ids[4] == 7 for ids in outputs[2:4]) and all(ids[0] == 3 for ids in outputs[6:])
+    assert all(min(ids[:9]) < 500 for ids in outputs[4:6])
     assert_nothing_held(ahead.engine)
 
 

@@ -15,7 +15,8 @@ from lamina.memory.layout import Layout
 from lamina.memory.lease import Lease
 from lamina.memory.ledger import Ledger
 from lamina.memory.prefix import Checkpoint, Node
-from lamina.schedule.request import Request, RequestState
+from lamina.schedule.grammar import mask_of
+from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.step import UNKNOWN, Sample, Slice, Step, StepResult
@@ -46,11 +47,13 @@ class Overlapping:
         self.tables: list[list[int]] = [[] for _ in range(ROWS)]
         self.last = [UNKNOWN] * ROWS
         self.flying: deque[tuple[Step, StepResult]] = deque()
-        self.seen = {"unknown": 0, "wasted": 0, "preempted": 0, "closing": 0, "together": 0}
+        self.seen = {"unknown": 0, "wasted": 0, "preempted": 0, "closing": 0, "together": 0, "forced": 0}
 
     def add(self, prompt: list[int], max_new: int, stops: frozenset[int], params: SamplingParams) -> Request:
+        """Every third one has thoughts that end with a 1, at the latest after some tokens."""
         number = len(self.truth) + 1
-        made = Request(number, f"r{number}", tuple(prompt), params, 0, max_new, stops)
+        thoughts = None if number % 3 else ThoughtLimit(number % 7, 1, frozenset((1,)))
+        made = Request(number, f"r{number}", tuple(prompt), params, 0, max_new, stops, thoughts=thoughts)
         self.requests[number], self.truth[number] = made, list(prompt)
         self.scheduler.add(made)
         return made
@@ -104,6 +107,9 @@ class Overlapping:
         if self.layout.has_state and self.layout.slot_pages:
             self.device.check_slot("", truth, position, item.slot, frozen=False)
         token = drawn_after(truth[:position])
+        if item.mask is not None:
+            assert item.mask == mask_of(1, 3) and item.num_output == len(request.tokens) - len(request.prompt)
+            token = 1
         assert truth[position : position + 1] in ([], [token]), "drawn again, and not the same"
         if position == len(truth):
             truth.append(token)
@@ -146,6 +152,10 @@ class Overlapping:
                 self.book()
             self.ledger.check()
         assert not self.scheduler.has_work, "work is left and nothing is planned"
+        for one in self.requests.values():
+            if one.thoughts is not None and one.num_output > one.thoughts.tokens:
+                assert 1 in one.output[: one.thoughts.tokens + 1]
+                self.seen["forced"] += 1 not in one.output[: one.thoughts.tokens]
         self.ledger.drop_index()
         self.ledger.check()
         assert self.ledger.free_pages == self.ledger.num_pages, "I6: pages are lost"
@@ -201,7 +211,7 @@ def test_random_traces(layout: Callable[[], Layout], seeds: range) -> None:
     for seed in seeds:
         for name, count in trace(layout(), seed).seen.items():
             seen[name] = seen.get(name, 0) + count
-    assert seen["unknown"] > 100 and seen["wasted"] > 10, seen
+    assert seen["unknown"] > 100 and seen["wasted"] > 10 and seen["forced"] > 0, seen
     assert layout().tails or seen["together"] > 3, seen
     assert not layout().has_state or seen["closing"] > 5, seen
     assert len(seeds) < 50 or not layout().has_logs or seen["preempted"] > 2, seen

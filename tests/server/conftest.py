@@ -1,30 +1,10 @@
 """Servers for the tests of this folder: real processes, real HTTP, the tiny model."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-_NAME = "lamina_tests_server_serving"
-
-
-def _load() -> ModuleType:
-    if _NAME not in sys.modules:
-        spec = importlib.util.spec_from_file_location(_NAME, Path(__file__).parent / "serving.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[_NAME] = module
-        spec.loader.exec_module(module)
-    return sys.modules[_NAME]
-
-
-@pytest.fixture(scope="session")
-def serving() -> ModuleType:
-    """tests/server/serving.py"""
-    return _load()
 
 
 @pytest.fixture(scope="session")

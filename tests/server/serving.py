@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
-import openai
+
+if TYPE_CHECKING:
+    import openai
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
@@ -43,8 +46,10 @@ class Served:
         return client
 
     @cached_property
-    def openai(self) -> openai.OpenAI:
+    def openai(self) -> "openai.OpenAI":
         """OpenAI's own client."""
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=60.0)
 
     def post(self, path: str, body: object) -> httpx.Response:
@@ -96,7 +101,10 @@ class Served:
             raise
 
 
-def start(directory: Path | None, *flags: str, key: str | None = None, environment: dict[str, str] | None = None) -> Served:
+def start(
+    directory: Path | None, *flags: str, key: str | None = None, environment: dict[str, str] | None = None,
+    seconds: float = _START_S,
+) -> Served:  # fmt: skip
     """Starts a server on a free port and waits until it is ready."""
     descriptor, name = tempfile.mkstemp(prefix="lamina-serve-", suffix=".log")
     command = [sys.executable, "-m", "lamina", "serve", *([str(directory)] if directory else []), "--port", "0", *flags]
@@ -105,7 +113,7 @@ def start(directory: Path | None, *flags: str, key: str | None = None, environme
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     log = Path(name)
     atexit.register(log.unlink, missing_ok=True)
-    until = time.monotonic() + _START_S
+    until = time.monotonic() + seconds
     while (found := re.search(r"^ready: (http://\S+)$", log.read_text(errors="replace"), re.MULTILINE)) is None:
         if process.poll() is not None or time.monotonic() > until:
             process.kill()

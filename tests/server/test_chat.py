@@ -313,3 +313,67 @@ def test_an_answer_may_be_empty(server: Served) -> None:
     assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
     assert joined(chunks_of(server, body))[0]["content"] == ""
     assert whole(server, body_of()).choices
+
+
+THOUGHTS = {
+    "thinking_token_budget": {"thinking_token_budget": 5},
+    "thinking": {"thinking": {"type": "enabled", "budget_tokens": 5}},
+    "reasoning": {"reasoning": {"max_tokens": 5}},
+    "greedy": {"thinking_token_budget": 5, "temperature": 0},
+    "three": {"thinking_token_budget": 5, "n": 3},
+    "grammar": {"thinking_token_budget": 5, "guided_choice": ["Oslo", "Rome"]},
+    "call": {
+        "thinking_token_budget": 5,
+        "tools": [CLOCK],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 150,
+    },
+    "min_tokens": {"thinking_token_budget": 5, "min_tokens": 9},
+    "penalty": {"thinking_token_budget": 5, "repetition_penalty": 1.2},
+    "banned": {"thinking_token_budget": 5, "logit_bias": {"__end__": -100}},
+    "none left": {"thinking_token_budget": 0},
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts_end_where_their_budget_does(server: Served, tiny_of: Callable[[str, str], Path], name: str) -> None:
+    """The token that ends them stands after as many; what comes before is what would have come without."""
+    codec = load_codec(tiny_of("flash", "official"))
+    assert codec is not None
+    body = body_of(ignore_eos=True, logprobs=True, max_tokens=20) | THOUGHTS[name]
+    if "logit_bias" in body:
+        body["logit_bias"] = {str(codec.token_id("</think>")): -100}
+    budget = int(str(body.get("thinking_token_budget", 5)))
+    answer = whole(server, body)
+    free = whole(
+        server, {key: value for key, value in body.items() if key not in ("thinking_token_budget", "thinking", "reasoning")}
+    )
+    for choice, other in zip(answer.choices, free.choices, strict=True):
+        tokens, before = ([row.token for row in one.logprobs.content or []] for one in (choice, other))  # type: ignore[union-attr]
+        assert tokens[budget] == "</think>" and "</think>" not in before[: budget + 1]
+        assert tokens[:budget] == before[:budget]
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == budget * len(answer.choices)
+    message = answer.choices[0].message
+    if name == "grammar":
+        assert message.content in ("Oslo", "Rome")
+    elif name == "call":
+        assert message.tool_calls and answer.choices[0].finish_reason == "tool_calls"
+    else:
+        assert message.content
+    again = joined(chunks_of(server, body))  # from the cache
+    assert [one["content"] for one in again] == [choice.message.content or "" for choice in answer.choices]
+
+
+def test_a_budget_that_cannot_be_is_refused(server: Served) -> None:
+    for fields, param in (
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
+        ({"reasoning": {"max_tokens": 1.5}}, "reasoning.max_tokens"),
+    ):
+        response = server.post("/v1/chat/completions", body_of(**fields))
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+    free = whole(server, body_of(thinking_token_budget=-1))
+    assert free.choices == whole(server, body_of()).choices
+    assert whole(server, body_of(thinking_token_budget=0, thinking=False)).choices[0].message.content

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from lamina.cli import main
@@ -47,7 +49,8 @@ def guarded(start_server: Callable[..., Served], tmp_path_factory: pytest.TempPa
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text(f"# two users\n{KEY}\n\n{OTHER}\n")
     served = start_server(
-        "--api-key-file", str(keys), "--salt-by-api-key", "--max-queue", "3", "--max-body-bytes", "64KiB",
+        "--api-key-file", str(keys), "--salt-by-api-key", "--max-queue", "7", "--max-body-bytes", "64KiB",
+        "--max-requests", "4", "--keep-alive-seconds", "0.25",
         "--client-seconds", "1.5", "--drain-seconds", "20", "--allow-origin", "https://app.example",
         "--cache-bytes", "64MiB", "-v", key=KEY,
     )  # fmt: skip
@@ -95,6 +98,40 @@ def test_each_key_has_its_own_cache(guarded: Served) -> None:
     assert cached(KEY, "x") == 0
 
 
+def test_a_key_sees_and_changes_its_own_prefixes_only(guarded: Served) -> None:
+    """The first key is the operator's: it sees all."""
+
+    def ask(key: str, method: str, body: object = None, path: str = "/v1/cache") -> httpx.Response:
+        return guarded.http.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+    def listed(key: str) -> set[str]:
+        state = ask(key, "GET").json()
+        assert state["num_prefixes"] == len(state["prefixes"])
+        return {row["key"] for row in state["prefixes"]}
+
+    assert ask(KEY, "DELETE").json()["pages"]["cached"] == 0
+    for key, words, salt in ((KEY, "of the first", ""), (OTHER, "of the second", ""), (OTHER, "of the second", "more")):
+        body = {"prompt": f"a prefix {words} " * 100, "max_tokens": 1, "cache_salt": salt}
+        assert ask(key, "POST", body, TEXT).status_code == 200
+    guarded.idle_pages()
+    everything, second = listed(KEY), listed(OTHER)
+    first = everything - second
+    assert len(second) == 2 and len(first) == 1 and second < everything
+    assert ask(OTHER, "GET").json()["pages"] == ask(KEY, "GET").json()["pages"]
+    for action in ("pin", "unpin", "drop"):
+        foreign, unknown = (ask(OTHER, "POST", {"action": action, "key": key}) for key in (*first, "0" * 32))
+        assert foreign.status_code == unknown.status_code == 404
+        assert foreign.json()["error"]["message"].replace(*first, "0" * 32) == unknown.json()["error"]["message"]
+    assert ask(OTHER, "DELETE", path=f"/v1/cache?key={min(first)}").status_code == 404
+    assert ask(KEY, "POST", {"action": "pin", "key": min(second)}).status_code == 200
+    left = ask(OTHER, "DELETE").json()
+    assert [(row["key"], row["is_pinned"]) for row in left["prefixes"]] == [(min(second), True)]
+    assert listed(KEY) == first | {min(second)}
+    assert ask(OTHER, "POST", {"action": "unpin", "key": min(second)}).status_code == 200
+    assert ask(OTHER, "DELETE", path=f"/v1/cache?key={min(second)}").json()["prefixes"] == []
+    assert listed(KEY) == first and ask(KEY, "DELETE").json()["pages"]["cached"] == 0
+
+
 def test_a_page_that_is_allowed_may_call(guarded: Served) -> None:
     origin = {"Origin": "https://app.example"}
     asked = guarded.http.options(TEXT, headers=origin | {"Access-Control-Request-Method": "POST"})
@@ -117,9 +154,10 @@ def test_large_bodies_are_refused_as_they_come(guarded: Served) -> None:
 
 
 def test_a_full_queue_is_429(guarded: Served) -> None:
-    clients = [guarded.new_client() for _ in range(3)]
+    clients = [guarded.new_client() for _ in range(7)]
     streams = [client.stream("POST", TEXT, json=LONG | {"stream": True}) for client in clients]
-    responses = [stream.__enter__() for stream in streams]
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        responses = list(pool.map(lambda stream: stream.__enter__(), streams))
     refused = guarded.post(TEXT, {"prompt": "x", "max_tokens": 1})
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -127,6 +165,56 @@ def test_a_full_queue_is_429(guarded: Served) -> None:
         stream.__exit__(None, None, None)
     assert all(response.status_code == 200 for response in responses)
     assert until(lambda: guarded.post(TEXT, {"prompt": "x", "max_tokens": 1}).status_code == 200)
+
+
+#: path, body, what a stream says when it has nothing to say
+SILENT = [
+    (TEXT, {"prompt": "hi", "max_tokens": 2}, b": keep-alive\n\n"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}, b": keep-alive\n\n"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 2}, b": keep-alive\n\n"),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+        b'event: ping\ndata: {"type":"ping"}\n\n',
+    ),
+]
+
+
+def test_a_stream_that_waits_says_so(guarded: Served) -> None:
+    """In each protocol, while others run; its clients pass over it."""
+    seen = {path: b"" for path, _, _ in SILENT}
+
+    def read(path: str, body: dict[str, object]) -> None:
+        with guarded.new_client().stream("POST", path, json=body | {"stream": True}) as response:
+            for part in response.iter_raw():
+                seen[path] += part
+
+    def ask_openai() -> list[str]:
+        client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
+        messages: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
+        stream = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, stream=True)  # type: ignore[call-overload]
+        return [chunk.choices[0].finish_reason for chunk in stream if chunk.choices]
+
+    def ask_anthropic() -> list[str]:
+        client = anthropic.Anthropic(base_url=guarded.url, api_key=KEY, max_retries=0)
+        messages: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
+        with client.messages.stream(model="tiny", messages=messages, max_tokens=2) as stream:  # type: ignore[arg-type]
+            return [event.type for event in stream]
+
+    running = guarded.new_client().stream("POST", TEXT, json=LONG | {"stream": True, "n": 4})
+    assert running.__enter__().status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(read, path, body) for path, body, _ in SILENT]
+        by_openai, by_anthropic = pool.submit(ask_openai), pool.submit(ask_anthropic)
+        said = until(lambda: all(seen[path].count(sign) >= 3 for path, _, sign in SILENT))
+        running.__exit__(None, None, None)
+        for other in others:
+            other.result(20)
+        assert said, seen
+        assert by_openai.result(20)[-1] == "length" and by_anthropic.result(20)[-1] == "message_stop"
+    for path, _, sign in SILENT:
+        assert all(block.startswith((b"data: ", b"event: ", sign.strip())) for block in seen[path].split(b"\n\n") if block)
+    assert seen[TEXT].endswith(b"data: [DONE]\n\n") and seen["/v1/messages"].startswith(b"event: message_start")
 
 
 def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -174,7 +262,7 @@ def test_slow_clients_are_cut_off(guarded: Served) -> None:
     half_body.settimeout(8)
     assert half_head.recv(100) == b""
     assert half_body.recv(12) == b"HTTP/1.1 408"
-    assert until(lambda: guarded.http.get("/health").json()["running"] == 0, 20), "a client that does not read holds a request"
+    assert until(lambda: guarded.http.get("/health").json()["running"] == 0, 90), "a client that does not read holds a request"
     for one in (half_head, half_body, deaf):
         one.close()
     assert pages(guarded)[0] == 0
@@ -188,7 +276,10 @@ def test_a_log_holds_no_prompt(guarded: Served) -> None:
     assert secret not in log and KEY not in log and OTHER not in log and "answered" in log
 
 
-def test_a_killed_engine_is_told_and_comes_back(guarded: Served) -> None:
+def test_a_killed_engine_is_told_and_comes_back(
+    guarded: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lamina bench serve` waits for it."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         whole = pool.submit(guarded.new_client().post, TEXT, json=LONG)
         client = guarded.new_client()
@@ -205,7 +296,12 @@ def test_a_killed_engine_is_told_and_comes_back(guarded: Served) -> None:
     assert guarded.http.get("/ready").status_code == 503
     assert guarded.http.get("/health").status_code == 503
     assert guarded.post(TEXT, {"prompt": "x"}).status_code == 503
-    guarded.wait_ready()
+    monkeypatch.setenv("LAMINA_API_KEY", KEY)
+    bench = ("bench", "serve", guarded.url, "--num-prompts", "1", "--input-len", "2", "--output-len", "1")
+    assert main([*bench, "--wait", "0"]) == 1 and "503" in capsys.readouterr().err
+    assert main([*bench, "--wait", "60"]) == 0
+    told = capsys.readouterr()
+    assert f"waiting for {guarded.url}" in told.err and "Successful requests" in told.out
     assert guarded.post(TEXT, {"prompt": "x", "max_tokens": 2}).status_code == 200
     health = guarded.http.get("/health").json()
     assert health["status"] == "ok" and health["restarts"] == 1

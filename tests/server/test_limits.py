@@ -115,6 +115,12 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": HI, "chat_template": "{{ x }}"}, "chat_template"),
     (CHAT, {"messages": HI, "continue_final_message": True}, "messages[0].role"),
     (CHAT, {"messages": HI, "thinking": {"type": "maybe"}}, "thinking.type"),
+    (CHAT, {"messages": HI, "reasoning_effort": "ultra"}, "reasoning_effort"),
+    (CHAT, {"messages": HI, "reasoning_effort": "High"}, "reasoning_effort"),
+    (CHAT, {"messages": HI, "reasoning_effort": 3}, "reasoning_effort"),
+    (CHAT, {"messages": HI, "reasoning": {"effort": "ultra"}}, "reasoning.effort"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"reasoning_effort": "ultra"}}, "chat_template_kwargs.reasoning_effort"),
+    ("/v1/responses", {"input": "hi", "reasoning": {"effort": "ultra"}}, "reasoning.effort"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
     ("/detokenize", {"tokens": [1024]}, "tokens"),
@@ -139,7 +145,21 @@ def test_a_limit_names_its_field(server: Served, path: str, fields: dict[str, ob
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b'{"x":' * 50_000, b"NaN"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": NaN}',
+        b'{"temperature": Infinity, "prompt": "x"}',
+        b'{"prompt": "x"} {}',
+        b"null",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": 1e999}',
+        b'{"x":' * 50_000,
+        b"NaN",
+    ],
     ids=lambda body: str(body[:20]),
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT, "/tokenize", "/detokenize"])
@@ -165,9 +185,28 @@ def test_other_models_and_paths_are_404(server: Served) -> None:
     assert server.http.get("/v1/models/tiny").json()["id"] == "tiny"
     missing = server.http.get("/v1/nothing/here")
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
-    assert server.http.get(CHAT).status_code == 405
+    for path, method, allowed in (
+        (CHAT, "GET", "POST"),
+        ("/v1/cache", "PUT", "DELETE, GET, HEAD, POST"),
+        ("/version", "POST", "GET, HEAD"),
+    ):
+        wrong = server.http.request(method, path)
+        assert wrong.status_code == 405 and wrong.headers["allow"] == allowed and allowed in wrong.json()["error"]["message"]
+        asked = server.http.options(path)
+        assert asked.status_code == 204 and asked.headers["allow"] == allowed and not asked.content
+    assert server.http.options("/v1/nothing").status_code == 404
     embeddings = server.post("/v1/embeddings", {"input": "x"})
     assert embeddings.status_code == 400 and "embeddings" in embeddings.json()["error"]["message"]
+
+
+def test_the_root_says_what_there_is(server: Served) -> None:
+    told = server.http.get("/")
+    assert told.status_code == 200 and told.json()["endpoints"]["/v1/cache"] == ["DELETE", "GET", "POST"]
+    head = server.http.head("/")
+    assert head.status_code == 200 and head.headers["content-length"] == told.headers["content-length"] and not head.content
+    page = server.http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (page.status_code, page.headers.get("location")) in ((307, "ui/"), (200, None))
+    assert server.http.head("/v1/models").status_code == 200
 
 
 def test_openai_client_sees_its_own_errors(server: Served) -> None:
@@ -206,17 +245,26 @@ def test_pages_of_others_may_not_call(server: Served) -> None:
 
 
 LONG = b"ab " * 700_000
+MANY = b'ab, \\"c\\": [1] \\n' * 800_000  # 14 MB of a text that looks like anything but one
 HUGE: list[tuple[str, bytes, int, str | None]] = [
-    (TEXT, b'{"prompt": "x", "n": [' + b'{"a": [1]},' * 600_000 + b"0]}", 400, "n"),
-    (TEXT, b'{"prompt": [' + b"7," * 3_000_000 + b"7]}", 400, "prompt"),
-    (TEXT, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % one for one in range(300_000)) + b"}}", 400, "logit_bias"),
+    (TEXT, b'{"prompt": "x", "n": [' + b'{"a": [1]},' * 40_000 + b"0]}", 400, "n"),
+    (TEXT, b'{"prompt": "x", "n": [' + b'{"a": [1]},' * 600_000 + b"0]}", 413, None),
+    (TEXT, b'{"prompt": [' + b"7," * 1_249_000 + b"7]}", 400, "prompt"),
+    (TEXT, b'{"prompt": [' + b"7," * 3_000_000 + b"7]}", 413, None),
+    (TEXT, b'{"prompt": [' + b'"x",' * 600_000 + b"7]}", 413, None),
+    (TEXT, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % one for one in range(45_000)) + b"}}", 400, "logit_bias"),
+    (TEXT, b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % one for one in range(2_000_000)) + b"}}", 413, None),
+    (TEXT, b'{"prompt": "' + MANY + b'", "n": 0}', 400, "n"),
     (CHAT, b'{"messages": [{"role": "' + b"- at `$" * 400_000 + b'"}]}', 400, "messages[0].role"),
     ("/tokenize", b'{"prompt": "' + b"ab " * 400_000 + b'"}', 200, None),
     ("/v1/messages/count_tokens", b'{"messages": [{"role": "user", "content": "' + b"ab " * 400_000 + b'"}]}', 200, None),
     ("/v1/messages", b'{"max_tokens": 1, "messages": [{"role": "user", "content": "' + LONG + b'"}]}', 400, "prompt"),
     ("/v1/responses", b'{"input": "' + LONG + b'"}', 400, "prompt"),
 ]
-HUGE_NAMES = ["wrong value", "token ids", "biases", "role", "text", "count", "messages", "responses"]
+HUGE_NAMES = [
+    "wrong value", "too many lists", "token ids", "too many ids", "too many texts", "biases", "too many names", "like JSON",
+    "role", "text", "count", "messages", "responses",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "status", "field"), HUGE, ids=HUGE_NAMES)
@@ -233,6 +281,35 @@ def test_a_huge_body_holds_up_nobody_else(server: Served, path: str, body: bytes
     assert answer.status_code == status, answer.text[:300]
     assert field is None or (answer.json()["error"]["param"] == field and len(answer.content) < 1000)
     assert max(waits) < 0.6, max(waits)
+
+
+def test_a_client_that_does_not_wait_may_still_go(server: Served) -> None:
+    """Others that it has sent behind the one in work do not hide that it has gone."""
+    body = b'{"prompt": "x", "max_tokens": 100000, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    host, _, port = server.url.removeprefix("http://").partition(":")
+
+    def running(count: int) -> bool:
+        until = time.monotonic() + 20
+        while server.http.get("/health").json()["running"] != count and time.monotonic() < until:
+            time.sleep(0.02)
+        return time.monotonic() < until
+
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head + body + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+        assert running(1)
+    assert running(0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_what_is_nested_too_deeply_is_400(server: Served, path: str) -> None:
+    for depth in (985, 2_000, 10_000):
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        body = (
+            b'{"messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1, "metadata": %b, "tools": [{"type": '
+        )
+        body += b'"function", "name": "f", "input_schema": %b, "parameters": %b, "function": {"name": "f", "parameters": %b}}]}'
+        assert server.http.post(path, content=body % (deep, deep, deep, deep)).status_code == 400
 
 
 def test_a_schema_that_does_not_compile_is_named_as_it_was_asked_for(server: Served) -> None:
@@ -262,15 +339,38 @@ def talk(server: Served, data: bytes, seconds: float = 5.0) -> bytes:
         (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", b"431"),
         (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"431"),
         (b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(5000)) + b"\r\n", b"431"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n", b"400"),
+        (
+            b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+            b"404",
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n"
+            b"Connection: close\r\n\r\n{}",
+            b"415",
+        ),
         (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"400"),
         (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
         (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\nConnection: close\r\n\r\n", b"413"),
     ],
-    ids=["nonsense", "long header", "long target", "many headers", "negative length", "two lengths", "too long"],
+    ids=[
+        "nonsense",
+        "long header",
+        "long target",
+        "many headers",
+        "two hosts",
+        "web socket",
+        "gzip",
+        "negative length",
+        "two lengths",
+        "too long",
+    ],
 )
 def test_bad_http_is_refused(server: Served, data: bytes, status: bytes) -> None:
     answer = talk(server, data)
     assert answer.startswith(b"HTTP/1.1 " + status), answer[:200]
+    assert b"\r\nx-request-id: " in answer.partition(b"\r\n\r\n")[0]
     assert server.http.get("/health").status_code == 200
 
 

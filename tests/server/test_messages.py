@@ -274,6 +274,12 @@ def test_tokens_are_counted_and_what_was_cached_is_told(client: anthropic.Anthro
     assert (usage.input_tokens, usage.cache_read_input_tokens) == (warm.input_tokens, warm.cache_read_input_tokens)
 
 
+def test_the_client_librarys_list_of_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert model == client.models.retrieve("tiny")
+    assert model.id == model.display_name == "tiny" and model.type == "model" and model.created_at.tzinfo is not None
+
+
 def test_a_stop_sequence_is_named_and_does_not_show(client: anthropic.Anthropic) -> None:
     text = client.messages.create(**QUICK | {"max_tokens": 40}).content[0].text
     stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
@@ -319,3 +325,18 @@ def test_refusals_are_the_client_librarys_errors(client: anthropic.Anthropic, se
     broken = server.http.post("/v1/messages", content=b"{")
     assert broken.status_code == 400 and broken.json()["error"]["type"] == "invalid_request_error"
     assert server.http.get("/v1/messages").json()["type"] == "error"
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_thoughts_end_where_their_budget_does(server, stream: bool) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 6}
+    body = {"max_tokens": 24, "messages": HI, "thinking": thinking, "temperature": 0.5, "seed": 3}
+    if stream:
+        text = server.post("/v1/messages", body | {"stream": True}).text
+        last = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        kinds = [one["content_block"]["type"] for one in last if one["type"] == "content_block_start"]
+        usage = next(one["usage"] for one in last if one["type"] == "message_delta")
+    else:
+        answer = server.post("/v1/messages", body).json()
+        kinds, usage = [block["type"] for block in answer["content"]], answer["usage"]
+    assert kinds == ["thinking", "text"] and usage["output_tokens_details"]["thinking_tokens"] == 6

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.base.config import EngineConfig
 from lamina.engine.client import EngineClient
-from lamina.engine.wire import MemoryState, Stats
+from lamina.engine.client_counters import summed, without_gauges
+from lamina.engine.wire import GrammarStats, MemoryState, Stats
 from lamina.server.metrics import Histogram, Metrics
 from lamina.server.settings import ServerSettings
 from lamina.server.state import GenerationRecord, ServerState
@@ -20,6 +21,7 @@ STATS = Stats(
     computed_tokens=80, drawn_tokens=20, steps=10, prefill_s=0.5, decode_s=0.25, preemptions=1, evictions=3, late_results=2,
     lookups=5, misses={"full hit": 2, "never stored": 3}, finished={"stop": 1, "length": 2},
     memories=(MemoryState("window", 1000, 500), MemoryState("c4", 2000, 0)), requests=(),
+    grammars=GrammarStats((0, 2, 0, 1, *[0] * 10), 0.03, 4, 2, 5000, 1, {"invalid": 1, "busy": 2}),
 )  # fmt: skip
 
 
@@ -196,3 +198,20 @@ def test_buckets_are_cumulative_and_borders_belong_below() -> None:
     for value in (0.5, 1, 1.5, 2, 3):
         histogram.observe(value)
     assert histogram.buckets() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
+
+
+def test_what_grammars_cost_is_there() -> None:
+    _, metrics = make()
+    metrics.on_stats(STATS)
+    found = read(metrics)
+    assert found["lamina_grammar_compile_seconds_count", ""] == 3 and found["lamina_grammar_compile_seconds_sum", ""] == 0.03
+    assert found["lamina_grammar_compile_seconds_bucket", "le=0.0025"] == 2
+    assert (
+        found["lamina_grammar_refusals_total", "reason=busy"] == 2
+        and found["lamina_grammar_refusals_total", "reason=invalid"] == 1
+    )
+    assert found["lamina_grammar_hits_total", ""] == 4 and found["lamina_grammars_evicted_total", ""] == 1
+    assert found["lamina_grammars_kept", ""] == 2 and found["lamina_grammars_kept_bytes", ""] == 5000
+    both = summed(STATS, STATS)
+    assert both.grammars.compiled[1] == 4 and both.grammars.kept == 2 and both.grammars.refused == {"invalid": 2, "busy": 4}
+    assert without_gauges(STATS).grammars.kept == 0

@@ -19,8 +19,9 @@ from pydantic import TypeAdapter
 from lamina.chat.records import CallArguments, CallEnd, CallStart, Content, Event, Message, Reasoning, ToolCall
 from lamina.server.errors import ApiError
 from lamina.server.generation import Totals
-from lamina.server.responses_convert import answer_messages, check, to_choice, to_messages, to_tools
+from lamina.server.responses_convert import answer_messages, check, namespaces, shown_tools, to_choice, to_messages, to_tools
 from lamina.server.responses_events import ResponseWriter, seal, unseal, usage_of
+from lamina.server.responses_items import items_of
 from lamina.server.responses_schema import FormatEcho, ReasoningEcho, ResponseObject, ResponsesRequest, TextEcho
 from lamina.server.responses_store import ResponseStore
 
@@ -183,6 +184,42 @@ def test_tools_and_choices() -> None:
     assert to_choice(request).mode == "required" and [tool.name for tool in to_tools(request)] == ["g"]
 
 
+SPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [FUNCTION, {"type": "function", "name": "g"}]}
+
+
+def test_functions_of_a_namespace_are_named_with_it_and_answered_without() -> None:
+    """As agents send them: a namespace, and tools of OpenAI's servers that an answer may do without."""
+    hosted = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "image_generation"},
+        {"type": "web_search_2025_08_26"},
+    ]
+    request = request_of(input="x", tools=[FUNCTION, SPACE, *hosted])
+    assert [tool.name for tool in to_tools(request)] == ["f", "agents.f", "agents.g"]
+    assert [tool.type for tool in shown_tools(request)] == ["function", "namespace"]
+    assert to_choice(request_of(input="x", tools=[SPACE], tool_choice="required")).mode == "required"
+    writer = ResponseWriter(blank(), namespaces=namespaces(request))
+    calls: list[Event] = [CallStart(0, "call_a", "agents.f"), CallArguments(0, "{}"), CallEnd(0), CallStart(1, "call_b", "f")]
+    events = writer.start()
+    for event in [*calls, CallArguments(1, "{}"), CallEnd(1)]:
+        events += writer.push(event)
+    events += writer.finish("tool_calls", None)
+    for event in events:
+        EVENT.validate_json(msgspec.json.encode(event))
+    answer = Response.model_validate_json(msgspec.json.encode(writer.response))
+    assert [(call.namespace, call.name) for call in answer.output if call.type == "function_call"] == [
+        ("agents", "f"),
+        (None, "f"),
+    ]
+    sent = [item.to_dict() for item in answer.output]
+    results = [{"type": "function_call_output", "call_id": f"call_{one}", "output": "r"} for one in "ab"]
+    turn, first, second = to_messages(request_of(input=[*sent, *results]))
+    assert [call.name for call in turn.tool_calls] == ["agents.f", "f"] == [first.name, second.name]
+    assert answer_messages(writer.response.output)[0].tool_calls == turn.tool_calls
+    listed = msgspec.to_builtins(items_of("resp_1", [turn, first, second]))
+    assert [(item.get("namespace"), item["name"]) for item in listed[:2]] == [("agents", "f"), (None, "f")]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "told"),
     [
@@ -195,8 +232,15 @@ def test_tools_and_choices() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "missing"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "missing"),
         ({"input": [{"type": "function_call_output", "call_id": "z", "output": "x"}]}, "input[0].call_id", "function_call"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type", "file_search"),
         ({"input": "x", "tools": [FUNCTION, FUNCTION]}, "tools[1].name", "once"),
+        ({"input": "x", "tools": [SPACE, SPACE]}, "tools[1].tools[0].name", "once"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "missing"),
+        ({"input": "x", "tools": [SPACE | {"tools": [SPACE]}]}, "tools[0].tools[0].type", "function"),
+        ({"input": "x", "tools": [SPACE | {"name": f"n{n}"} for n in range(300)]}, "tools[256].tools[0]", "at most 512"),
+        ({"input": "x", "tools": [SPACE | {"name": "a b"}]}, "tools[0].tools[0].name", "a b.f"),
+        ({"input": "x", "tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice", "no tools"),
+        ({"input": "x", "tools": [SPACE], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "agents.f"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "none"),
         ({"input": "x", "tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
@@ -385,6 +429,15 @@ def test_a_forced_call_and_its_result(server) -> None:
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     follow = QUICK | {"input": [result], "tools": [WEATHER], "previous_response_id": answer.id}
     assert server.openai.responses.create(**follow).usage.input_tokens > answer.usage.input_tokens
+    references = [{"type": "item_reference", "id": item.id} for item in answer.output]  # as Vercel's SDK goes on
+    counts = []
+    for items in (references, [item.to_dict() for item in answer.output]):
+        again = QUICK | {"input": [{"role": "user", "content": "weather?"}, *items, result], "tools": [WEATHER]}
+        counts.append(server.post("/v1/responses/input_tokens", again).json()["input_tokens"])
+    assert counts[0] == counts[1] > answer.usage.input_tokens
+    for items, told in ((references + references[:1], "once"), ([{"type": "item_reference", "id": "fc_none_1"}], "kept")):
+        error = server.post("/v1/responses", QUICK | {"input": items}).json()["error"]
+        assert error["param"] == f"input[{len(items) - 1}].id" and told in error["message"]
 
 
 def test_one_in_work_can_be_cancelled(server) -> None:
@@ -421,7 +474,7 @@ def test_who_leaves_is_forgotten(server) -> None:
     ("fields", "field"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -473,3 +526,44 @@ def test_each_key_has_responses_of_its_own_and_both_headers_count(
     assert served.openai.responses.retrieve(last.response.id).status == "failed"
     served.wait_ready()
     assert served.openai.responses.create(**QUICK, input="x").output_text
+
+
+def test_the_input_of_a_response_is_listed_in_pages(server) -> None:
+    responses = server.openai.responses
+    call = {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": "{}"}
+    given = [
+        {"role": "user", "content": "What time is it?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "A clock knows."}]},
+        call,
+        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
+    ]
+    first = responses.create(model="tiny", input=given, max_output_tokens=4, reasoning={"effort": "none"})
+    second = responses.create(
+        model="tiny", input="And now?", previous_response_id=first.id, max_output_tokens=4, reasoning={"effort": "none"},
+        instructions="Be brief.",
+    )  # fmt: skip
+    items = list(responses.input_items.list(first.id, order="asc"))
+    assert [item.type for item in items] == ["message", "reasoning", "function_call", "function_call_output"]
+    assert items[0].content[0].text == "What time is it?" and items[3].output == "noon" and items[2].call_id == "call_1"
+    whole = list(responses.input_items.list(second.id, limit=2))  # the client asks for page after page
+    assert [item.type for item in whole][:2] == ["message", "message"] and len(whole) == 6
+    assert whole[0].content[0].text == "And now?"
+    assert whole[1].role == "assistant" and whole[1].content[0].text == first.output_text
+    assert len({item.id for item in whole}) == 6
+    page = server.http.get(f"/v1/responses/{second.id}/input_items?limit=4&order=asc").json()
+    assert page["object"] == "list" and page["has_more"] and page["last_id"] == page["data"][-1]["id"] == whole[2].id
+    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")):
+        refused = server.http.get(f"/v1/responses/{second.id}/input_items?{query}")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert server.http.get("/v1/responses/resp_none/input_items").status_code == 404
+
+
+def test_what_is_not_served_is_named(server) -> None:
+    for fields, param in (
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "x", "output": "y"}]}, "input[0].type"),
+        ({"include": ["message.output_text.logprobs", "everything"]}, "include[1]"),
+        ({"background": True}, "background"),
+    ):
+        response = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 2} | fields)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
