@@ -12,6 +12,7 @@ of one layer are in one page:
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ __all__ = ["ALIGNMENT", "HIDDEN", "MIN_PAGE_BYTES", "Layout", "Span", "Tail", "a
 MIN_PAGE_BYTES = 512 * KiB
 #: name of the slot region that keeps the final hidden vector of the last token seen
 HIDDEN = "hidden"
+#: most tokens of a block that is chosen for a model of logs alone, whose prefixes are hit in whole blocks
+_MOST_SHARED_TOKENS = 64
 #: blocks larger than the smallest possible by these factors are tried, and the one that wastes least is taken
 _FACTORS = (1, 2, 4, 8, 16)
 
@@ -162,7 +165,8 @@ def make_layout(
 
     hidden          the final hidden vector kept with the slot, or None for models that need no slot.
     block_tokens    native tokens per block; None chooses: twice the largest stride where entries stand for several tokens
-                    (256 for 128), else a power of two from 16 up whose page reaches min_page_bytes and wastes least.
+                    (256 for 128), else a power of two from 16 up whose page reaches min_page_bytes and wastes least (64 at the
+                    most where there is nothing but logs, because prefixes are then hit in whole blocks).
     min_page_bytes  also what a window must exceed, beside a page, to be kept as a tail.
     Raises ConfigError for a block size that is no multiple of the strides or too small for one memory's slot part.
     """
@@ -219,9 +223,15 @@ class _Choice:
             while sum(_bytes(m.tail_parts(tokens)) for m in windows) < self.min_page_bytes:
                 tokens *= 2
             return tokens
-        while self.log_bytes(tokens) < self.min_page_bytes:
+        most = math.inf if self.has_slot else _MOST_SHARED_TOKENS
+        while self.log_bytes(tokens) < self.min_page_bytes and tokens < most:
             tokens *= 2
         return tokens
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a request keeps anything but logs, so that a prefix can be hit inside a block."""
+        return any(m.slot_parts(self.draft_tokens) for m in self.memories)
 
     def best_block_tokens(self, base: int, stride: int, large: frozenset[Memory]) -> int:
         """The block size, from `base` up, that wastes least; no larger than needed where entries stand for several tokens."""

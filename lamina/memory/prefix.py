@@ -26,6 +26,7 @@ __all__ = ["Checkpoint", "Hit", "Node", "PrefixIndex", "TailPages"]
 
 #: reasons a lookup can give
 FULL_HIT = "full hit"
+WHOLE_BLOCKS = "only whole blocks are kept"
 DIFFERS = "first differing token"
 NEVER_STORED = "never stored"
 EVICTED = "evicted"
@@ -221,7 +222,7 @@ class PrefixIndex:
         """
         possible = limit if self.layout.has_state else limit - limit % self.layout.block_tokens
         if position >= possible:
-            return FULL_HIT, None, ""
+            return FULL_HIT if possible == limit else WHOLE_BLOCKS, None, ""
         evicted = self._evicted(tokens, node, position, possible)
         if evicted is not None:
             return EVICTED, *evicted

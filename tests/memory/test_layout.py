@@ -151,7 +151,9 @@ def test_block_sizes_chosen_for_models_that_store_every_token() -> None:
     assert make_layout([Log("kv", 0, big, 1)]).block_tokens == 16
     small = EntryFormat("kv", (Field("kv", "bf16", (1024,)),))
     layout = make_layout([Log("kv", layer, small, 1) for layer in range(2)])
-    assert layout.page_bytes >= 512 * KiB > layout.page_bytes // 2
+    assert layout.block_tokens == 64 and layout.page_bytes == 256 * KiB, "prefixes of logs alone are hit in whole blocks"
+    with_slot = make_layout([*(Log("kv", layer, small, 1) for layer in range(2)), Window("w", 2, small, 8)])
+    assert with_slot.page_bytes >= 512 * KiB > with_slot.page_bytes // 2
 
 
 def test_a_model_without_logs_has_pages_of_512_kib_and_blocks_without_pages() -> None:

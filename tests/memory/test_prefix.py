@@ -13,6 +13,7 @@ from lamina.memory.prefix import (
     FULL_HIT,
     NEVER_STORED,
     NO_CHECKPOINT,
+    WHOLE_BLOCKS,
     Checkpoint,
     Hit,
     Node,
@@ -228,7 +229,7 @@ def test_logs_alone_need_no_checkpoint() -> None:
     store = Store(layout="logs")
     store.put(A, checkpoint=False)
     assert [store.find(A, limit=limit).position for limit in (3, 4, 7, 8, 10)] == [0, 4, 4, 8, 8]
-    assert store.find(A).reason == FULL_HIT
+    assert store.find(A).reason == WHOLE_BLOCKS and store.find(A, limit=8).reason == FULL_HIT
     assert store.find([*A[:5], 0, 0, 0], limit=8).reason == DIFFERS
 
 
