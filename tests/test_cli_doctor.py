@@ -69,7 +69,7 @@ def test_a_checkpoint_that_runs(tiny_of: TinyOf, capsys: pytest.CaptureFixture[s
     assert lines[0] == f"yes  {directory.name} runs here, with 1 limit"
     rows = {line.split()[0]: line for line in lines if line and not line.startswith((" ", "yes"))}
     assert list(rows) == ["model", "files", "tensors", "weights", "cache", "tokenizer", "machine", "GPU", "software"]
-    assert "deepseek_v4 (runs)" in rows["model"] and "1 safetensors file, 504 tensors" in rows["files"]
+    assert "deepseek_v4 (runs)" in rows["model"] and "1 file, 504 tensors" in rows["files"]
     assert "1,024 tokens" in rows["tokenizer"] and f"torch {torch.__version__}" in rows["software"]
     assert "1.00 GiB (fp8 entries, fp4 index) holds 7 x 1,048,576 or " in rows["cache"]
     assert all(len(line) <= 130 for line in lines)

@@ -25,7 +25,8 @@ class EngineConfig:
     dtype            what activations are rounded to: fp32, bf16, or auto (fp32 on a CPU, bf16 on a GPU).
     cache_format     how attention entries are stored: fp8 (584 B at 512 dims), bf16, fp32, or auto (fp8 for models trained with
                      it, as DeepSeek-V4; else what activations are rounded to).
-    index_format     how index keys are stored: fp4, fp8, bf16 or fp32.
+    index_format     how index keys are stored: fp4, fp8, bf16, fp32, or auto (fp4 for models trained with it, as DeepSeek-V4;
+                     else what activations are rounded to).
     device           cpu, cuda, cuda:1, ..., or auto (a GPU if there is one that can be used, else the CPU).
     cache_bytes      memory for everything that requests remember, in bytes; None: 1 GiB on a CPU, and on a GPU what
                      gpu_memory_utilization leaves beside the weights and the room that a step computes in.
@@ -48,7 +49,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     cache_format: str = AUTO
-    index_format: str = "fp4"
+    index_format: str = AUTO
     device: str = "cpu"
     cache_bytes: int | str | None = None
     max_step_tokens: int | None = None
@@ -70,7 +71,7 @@ class EngineConfig:
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
             ("cache_format", self.cache_format, (AUTO, *CACHE_FORMATS)),
-            ("index_format", self.index_format, INDEX_FORMATS),
+            ("index_format", self.index_format, (AUTO, *INDEX_FORMATS)),
             ("kernels", self.kernels, KERNELS),
             ("activation_format", self.activation_format, ACTIVATION_FORMATS),
         ):

@@ -16,6 +16,7 @@ from lamina.cli.machine import probe_machine
 from lamina.cli.options import add_common
 from lamina.engine.text import load_codec
 from lamina.models.description import Choices
+from lamina.models.files import find_checkpoint
 from lamina.plan.doctor import Capacity, Gpu, Machine, ModelFound, Report, TokenizerFound, diagnose
 from lamina.plan.facts import printable
 from lamina.plan.table import make_console
@@ -38,7 +39,8 @@ _MOST_TOKENIZER_BYTES = 1 << 28
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
-    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="a checkpoint: config.json and *.safetensors")
+    text = "a checkpoint: config.json and *.safetensors, or a *.gguf file"
+    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=text)
     group = parser.add_argument_group("what it would run with")
     group.add_argument(
         "--cache-bytes", default="1GiB", metavar="SIZE", help="memory for what requests remember: 8GiB, 512MiB (default 1GiB)"
@@ -58,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 0 for yes and 1 for no."""
-    directory: Path | None = args.directory
+    directory: Path | None = args.directory if args.directory is None else find_checkpoint(args.directory)
     cache_bytes = parse_bytes(args.cache_bytes, "cache_bytes")
     choices = Choices(cache_format=args.cache_format, index_format=args.index_format)
     tokenizer = None if directory is None else _tokenizer(directory)
@@ -135,7 +137,7 @@ def _model_rows(model: ModelFound) -> list[tuple[str, str]]:
             parts.append(f"up to {model.max_positions:,} tokens")
         rows.append(("model", ", ".join(parts)))
     if model.num_tensors is not None:
-        files = f"{model.num_files} safetensors file{'s' if model.num_files != 1 else ''}"
+        files = f"{model.num_files} file{'s' if model.num_files != 1 else ''}"
         rows.append(("files", f"{files}, {model.num_tensors:,} tensors, {format_bytes(model.stored_bytes or 0)}"))
     if model.tensors is not None:
         rows.append(("tensors", _tensor_words(model)))

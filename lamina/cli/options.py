@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina import SamplingParams
-from lamina.base.config import ACTIVATION_FORMATS, CACHE_FORMATS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
+from lamina.base.config import ACTIVATION_FORMATS, AUTO, CACHE_FORMATS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
 from lamina.base.errors import ConfigError
 
 Prompt: TypeAlias = str | list[int]
@@ -120,17 +120,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cache-format",
-        choices=CACHE_FORMATS,
-        default="fp8",
+        choices=(AUTO, *CACHE_FORMATS),
+        default=AUTO,
         metavar="FORMAT",
-        help=f"attention entries: {', '.join(CACHE_FORMATS)} (default fp8)",
+        help=f"attention entries: {', '.join(CACHE_FORMATS)} (default auto: fp8 for models trained with it, else as --dtype)",
     )
     group.add_argument(
         "--index-format",
-        choices=INDEX_FORMATS,
-        default="fp4",
+        choices=(AUTO, *INDEX_FORMATS),
+        default=AUTO,
         metavar="FORMAT",
-        help=f"index keys: {', '.join(INDEX_FORMATS)} (default fp4)",
+        help=f"index keys: {', '.join(INDEX_FORMATS)} (default auto: fp4 for models trained with it, else as --dtype)",
     )
     group.add_argument(
         "--dtype",

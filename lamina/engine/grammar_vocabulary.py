@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from lamina.base.errors import ConfigError
 from lamina.engine.text import BYTE_OF
 from lamina.engine.wire import Grammar
+from lamina.models.files import read_file
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
@@ -58,10 +59,10 @@ class Vocabulary:
 
 def read_vocabulary(directory: Path, vocab_size: int) -> Vocabulary:
     """The vocabulary of a checkpoint. ConfigError if it has no tokenizer.json; ids that it does not know are b""."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    found = read_file(directory, "tokenizer.json")
+    if found is None:
         raise ConfigError("response_format", "a grammar", "none: this checkpoint has no tokenizer.json")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_buffer(found)
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     is_bytes = sum(char in vocabulary for char in BYTE_OF) >= _LEAST_ALPHABET

@@ -30,7 +30,7 @@ class LLM:
         *,
         dtype: str = "auto",
         cache_format: str = "auto",
-        index_format: str = "fp4",
+        index_format: str = "auto",
         device: str = "cpu",
         cache_bytes: int | str | None = None,
         max_step_tokens: int | None = None,

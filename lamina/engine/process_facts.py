@@ -13,6 +13,7 @@ from lamina.engine.wire import GrammarStats, MemoryRow, Ready, RequestRow, Stats
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import CHECKPOINTS, Held, predict
+from lamina.models.files import CONFIG, read_file
 from lamina.runtime.chosen import chosen_ops
 from lamina.schedule.request import Request
 from lamina.schedule.scheduler import Scheduler
@@ -53,7 +54,7 @@ def hit_granularity(layout: Layout) -> str:
 
 
 def _model_type(engine: Engine) -> str:
-    return msgspec.json.decode((engine.directory / "config.json").read_bytes(), type=_ModelConfig).model_type
+    return msgspec.json.decode(read_file(engine.directory, CONFIG) or b"{}", type=_ModelConfig).model_type
 
 
 def _memory_rows(layout: Layout, lengths: tuple[int, ...]) -> tuple[MemoryRow, ...]:

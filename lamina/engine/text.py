@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders
 from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
 from lamina.engine.text_bound import longest_token_bytes
+from lamina.models.files import read_file
 
 _log = get_logger(__name__)
 _NUM_U32 = 1 << 32
@@ -28,18 +29,19 @@ _LONG = 4096  # characters or ids from which on the library's batches are used: 
 class TextCodec:
     """A tokenizer.json: text to ids and back. Safe to share between requests; holds no state of one."""
 
-    def __init__(self, path: str | Path, *, add_bos: bool | None = None, bos_token: str | None = None) -> None:
-        """Reads tokenizer.json at `path`.
+    def __init__(self, path: str | Path | bytes, *, add_bos: bool | None = None, bos_token: str | None = None) -> None:
+        """Reads tokenizer.json at `path`, or what is in it.
 
         add_bos    True/False: whether prompts start with `bos_token`; None: as the file's own post-processor does.
         Raises     ConfigError if the file cannot be read, or add_bos is asked for without a known bos_token.
         """
-        if not Path(path).is_file():
+        if not isinstance(path, bytes) and not Path(path).is_file():
             raise ConfigError("tokenizer", str(path), "a readable tokenizer.json")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(path) if isinstance(path, bytes) else Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type
-            raise ConfigError("tokenizer", str(path), f"a readable tokenizer.json ({error})") from None
+            shown = f"{len(path)} bytes" if isinstance(path, bytes) else str(path)
+            raise ConfigError("tokenizer", shown, f"a readable tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()  # what a training script left on must not cut prompts
         self._tokenizer.no_padding()
         self._add_bos = add_bos
@@ -155,20 +157,22 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 def load_codec(directory: str | Path) -> TextCodec | None:
-    """The codec of a checkpoint directory; None if it has no tokenizer.json. Raises ConfigError if a file is bad."""
+    """The codec of a checkpoint; None if it has no tokenizer.json. Raises ConfigError if a file is bad."""
     path = Path(directory) / "tokenizer.json"
-    if not path.exists():
+    source = path if path.exists() else read_file(Path(directory), "tokenizer.json")
+    if source is None:
         return None
-    config, config_path = _TokenizerConfig(), Path(directory) / "tokenizer_config.json"
-    if config_path.exists():
+    config, found = _TokenizerConfig(), read_file(Path(directory), "tokenizer_config.json")
+    if found is not None:
         try:
-            config = msgspec.json.decode(config_path.read_bytes(), type=_TokenizerConfig)
+            config = msgspec.json.decode(found, type=_TokenizerConfig)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError("tokenizer_config", str(config_path), f"JSON with a boolean add_bos_token ({error})") from None
+            where = str(Path(directory) / "tokenizer_config.json")
+            raise ConfigError("tokenizer_config", where, f"JSON with a boolean add_bos_token ({error})") from None
     bos = config.bos_token.get("content") if isinstance(config.bos_token, dict) else config.bos_token
     if bos is not None and not isinstance(bos, str):
         raise ConfigError("bos_token", bos, "a text or a record with a text `content`")
-    return TextCodec(path, add_bos=config.add_bos_token, bos_token=bos)
+    return TextCodec(source, add_bos=config.add_bos_token, bos_token=bos)
 
 
 class Detokeniser:

@@ -5,6 +5,7 @@ of its projections, which leaves every product of a query with a key as it is.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Context:
 
     tokens  [T] ids.   angles  (cos, sin) [T, r] of each rotary embedding.   dtype  what is kept between products.
     own     rows as stored of layers whose memory other layers read, by layer; kept until the end of the step.
+    inputs  [T, n] what each layer gets beside the residual, in models where layers do.
     """
 
     tokens: Tensor
@@ -32,6 +34,15 @@ class Context:
     angles: tuple[tuple[Tensor, Tensor], ...]
     dtype: torch.dtype
     own: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)
+
+
+class Layer(Protocol):
+    """What a part of a model is once it has its weights."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, D], normed -> what is added to the residual [T, D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class GroupedAttention:
     shares: int | None = None
     is_shared: bool = False
     layer: int = 0
-    temperature: tuple[float, float] | None = None
+    temperature: tuple[float, float, float] | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -143,8 +154,8 @@ class GroupedAttention:
 
     def _temperatures(self, positions: Tensor) -> Tensor:
         assert self.temperature is not None
-        floor_scale, attn_scale = self.temperature
-        return (torch.log(torch.floor((positions.float() + 1.0) / floor_scale) + 1.0) * attn_scale + 1.0)[:, None, None]
+        step, amount, first = self.temperature
+        return (torch.log(torch.floor((positions.float() + first) / step) + 1.0) * amount + 1.0)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,7 @@ class GatedMlp:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
     w_in [2I or I, D], gate rows first; b_in, b_out or None; w_out [D, I].   multipliers  of the gate, and of the result.
+    cut  the gate counts by how far it lies above its mean plus so many standard deviations, else 0; None: as it is.
     """
 
     w_in: Tensor
@@ -161,6 +173,7 @@ class GatedMlp:
     activation: str
     has_gate: bool = True
     multipliers: tuple[float, float] = (1.0, 1.0)
+    cut: float | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -170,6 +183,7 @@ class GatedMlp:
         if self.has_gate:
             gate, up = inner.chunk(2, dim=-1)
             gate = gate * self.multipliers[0] if self.multipliers[0] != 1 else gate
+            gate = gate if self.cut is None else _above(gate, self.cut)
             inner = activated(gate, self.activation).mul_(up)
         else:
             inner = activated(inner, self.activation)
@@ -177,6 +191,13 @@ class GatedMlp:
         if self.b_out is not None:
             found = found + self.b_out
         return rounded(found * self.multipliers[1] if self.multipliers[1] != 1 else found, context.dtype)
+
+
+def _above(x: Tensor, cut: float) -> Tensor:
+    """x [T, n], less its mean and `cut` standard deviations, at least 0."""
+    share = 1 / x.shape[-1]
+    x = x - x.sum(-1, keepdim=True) * share
+    return (x - (x.square().sum(-1, keepdim=True) * share).sqrt() * cut).clamp_(min=0)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

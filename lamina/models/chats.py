@@ -11,6 +11,7 @@ from lamina.base.log import event, get_logger
 from lamina.chat.dsml import APRIL_EFFORTS, LATER_EFFORTS, DsmlFormat
 from lamina.chat.formats import ChatFormat
 from lamina.chat.jinja import JinjaFormat
+from lamina.models.files import CONFIG, read_file
 
 _LOG = get_logger(__name__)
 _DSML_MODELS = frozenset({"deepseek_v4"})
@@ -52,8 +53,7 @@ class _TokenizerConfig(msgspec.Struct):
 
 def added_tokens(directory: Path) -> tuple[str, ...]:
     """The added tokens of tokenizer.json, which a user's text must not bring to life; () without the file."""
-    path = directory / "tokenizer.json"
-    return tuple(token.content for token in _read(path, _Tokenizer()).added_tokens)
+    return tuple(token.content for token in _read(directory, "tokenizer.json", _Tokenizer()).added_tokens)
 
 
 def chat_format(
@@ -73,9 +73,9 @@ def chat_format(
     if chat_template is None and (name == "dsml" or (name is None and model_type in _DSML_MODELS)):
         if tokens and "<｜User｜>" not in tokens:
             event(_LOG, "chat_format", logging.WARNING, name="dsml", why="the tokenizer has not its control tokens: spelled")
-        is_later = _read(directory / "config.json", _Config()).dspark_block_size is not None
+        is_later = _read(directory, CONFIG, _Config()).dspark_block_size is not None
         return DsmlFormat(LATER_EFFORTS if is_later else APRIL_EFFORTS, has_think_tokens=not tokens or "</think>" in tokens)
-    config = _read(directory / "tokenizer_config.json", _TokenizerConfig())
+    config = _read(directory, "tokenizer_config.json", _TokenizerConfig())
     templates = _templates(directory, config) if chat_template is None else {"default": _read_text(Path(chat_template))}
     if not templates:
         if name == "jinja":
@@ -94,7 +94,7 @@ def _templates(directory: Path, config: _TokenizerConfig) -> dict[str, str]:
     file = directory / "chat_template.jinja"
     if file.exists():
         return {"default": _read_text(file)}
-    found = _read(directory / "chat_template.json", _TokenizerConfig()).chat_template or config.chat_template
+    found = _read(directory, "chat_template.json", _TokenizerConfig()).chat_template or config.chat_template
     if isinstance(found, list):
         return {item.name: item.template for item in found}
     return {} if found is None else {"default": found}
@@ -117,11 +117,11 @@ def _read_text(path: Path) -> str:
         raise ConfigError("chat_template", str(path), f"a readable file in UTF-8 ({error})") from None
 
 
-def _read(path: Path, missing: _T) -> _T:
+def _read(directory: Path, name: str, missing: _T) -> _T:
     """The fields of a JSON file that count here, or `missing` without the file."""
-    if not path.exists():
-        return missing
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type(missing))
+        found = read_file(directory, name)
+        return missing if found is None else msgspec.json.decode(found, type=type(missing))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        path = directory / name
         raise ConfigError(path.stem, str(path), f"readable JSON ({error})") from None

@@ -1,7 +1,8 @@
 """DeepSeek-V2, V3 and V3.2: one latent per token for keys and values of all heads (MLA); V3.2 adds keys of an index (DSA)."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.base.errors import ConfigError
 from lamina.base.formats import index_key, latent
@@ -19,9 +20,15 @@ from lamina.models.attention_memory import (
 from lamina.models.config_fields import ConfigFields
 from lamina.models.decoder import flag
 from lamina.models.description import Choices, Description, WeightPart
+from lamina.models.network import Branch, Experts, Mlp, Network, Norm, Part, Rope, Router
+from lamina.models.network_fields import end_tokens, read_rope
+from lamina.models.parts_latent import Index, Latent
 from lamina.models.weight_parts import Size, Storage, embedding_and_head, mlp, router, storage_of, weight_parts
+from lamina.weights.names import NameScheme, Rename
 
 Sizes = list[tuple[str, Size]]
+#: of the norms between two matrices of low rank, and of the index's keys; no field of the config
+_LOW_RANK_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Family:
     shared_experts: int
     first_dense: int
     max_positions: int
-    has_router_bias: bool = True
+    has_router_bias: bool = True  # and sigmoids for softmax
     has_mlp_bias: bool = False
     has_index: bool = False
     draft_layers: int = 0
@@ -213,3 +220,133 @@ def _layer(config: Config, family: Family, is_sparse: bool) -> Sizes:
     if config.shared_experts:
         sizes.append(("shared experts", mlp(store, width, config.moe_width * config.shared_experts, config.mlp_bias)))
     return sizes
+
+
+# What is computed -----------------------------------------------------------------------------------------------------
+
+
+def network_2(values: Mapping[str, object]) -> Network:
+    """What a DeepSeek-V2 (or V2-Lite) computes."""
+    return _network(values, _V2)
+
+
+def network_3(values: Mapping[str, object]) -> Network:
+    """What a DeepSeek-V3 (R1, V3.1) computes, without its draft layers."""
+    return _network(values, _V3)
+
+
+def network_32(values: Mapping[str, object]) -> Network:
+    """What a DeepSeek-V3.2 computes, without its draft layers."""
+    return _network(values, _V32)
+
+
+def _network(values: Mapping[str, object], family: Family) -> Network:
+    fields = ConfigFields(values)
+    config = _parse(fields, family)
+    fields.must_be("hidden_act", "silu")
+    fields.must_be("num_key_value_heads", config.num_heads)
+    if config.store.codes not in (None, "e4m3") or (config.store.codes and config.store.block != (128, 128)):
+        raise ConfigError("quantization_config", values.get("quantization_config"), "none, or fp8 in blocks of 128 x 128")
+    rope, eps = _rope(fields, config, family), fields.number("rms_norm_eps", default=1e-6)
+    routing = _router(fields, config, family) if any(config.sparse) else None
+    layers = []
+    for layer, is_sparse in enumerate(config.sparse):
+        prefix = f"model.layers.{layer}"
+        attention = _attention(fields, config, family, f"{prefix}.self_attn", rope)
+        name, inner = f"{prefix}.mlp", None
+        if is_sparse and routing is not None:
+            inner = _experts(config, name, routing)
+        part: Part = inner or Mlp(name, config.mlp_width, bias=config.mlp_bias)
+        before, between = (Norm(f"{prefix}.{name}.weight", eps) for name in ("input_layernorm", "post_attention_layernorm"))
+        layers.append((Branch(attention, before), Branch(part, between)))
+    return Network(
+        config.vocab_size, config.hidden_size, "model.embed_tokens.weight", tuple(layers), Norm("model.norm.weight", eps),
+        None if config.tied else "lm_head.weight", end_tokens(values), names=_names(config),
+    )  # fmt: skip
+
+
+def _names(config: Config) -> NameScheme:
+    """As Transformers and the hub write them; draft layers come after the others and are not used."""
+    drafts = tuple(f"model.layers.{config.num_layers + draft}." for draft in range(config.draft_layers))
+    head = ("lm_head.",) if config.tied else ()
+    renames = (Rename(r"^.*\.rotary_emb\.inv_freq$", "unused.inv_freq"),)
+    return NameScheme(renames, ignored=("unused.", *head, *drafts), scale_suffix=".weight_scale_inv")
+
+
+def _rope(fields: ConfigFields, config: Config, family: Family) -> Rope:
+    """The rotary positions of the last dims of a head; V3 alone may have them in halves."""
+    if family is not _V3:
+        fields.must_be("rope_interleave", True)
+    rope = read_rope(fields, config.rope_dim, config.max_positions, 10000.0, is_pairs=flag(fields, "rope_interleave", True))
+    if rope.dim != config.rope_dim or rope.dim % 2:
+        raise ConfigError("qk_rope_head_dim", config.rope_dim, "an even number of dims, all of them rotated")
+    return rope
+
+
+def _attention(fields: ConfigFields, config: Config, family: Family, prefix: str, rope: Rope) -> Latent:
+    index = None
+    if family.has_index:
+        fields.must_be("indexer_rope_interleave", False)
+        if any(kind != "indexed_attention" for kind in fields.items("layer_types") or ()):
+            raise ConfigError("layer_types", fields.get("layer_types"), "indexed_attention in every layer")
+        if config.index_dim < config.rope_dim:
+            raise ConfigError("index_head_dim", config.index_dim, f"at least qk_rope_head_dim ({config.rope_dim})")
+        top_k = fields.integer("index_topk", default=2048, low=1)
+        index = Index(f"{prefix}.indexer", "index", config.index_heads, config.index_dim, top_k, _LOW_RANK_EPS)
+    scale = (config.nope_dim + config.rope_dim) ** -0.5 * _temperature(rope) ** 2
+    return Latent(
+        prefix, "latent", config.num_heads, config.q_rank, config.kv_rank, config.nope_dim, config.value_dim, rope, scale,
+        _LOW_RANK_EPS, config.attention_bias, index,
+    )  # fmt: skip
+
+
+def _temperature(rope: Rope) -> float:
+    """What stretched positions multiply queries and keys by, beside the factor of their rotation. Source: `mscale_all_dim`."""
+    found = ConfigFields(dict(rope.scaling), "rope_scaling.")
+    share = found.number("mscale_all_dim", default=0.0)
+    factor = found.number("factor", default=1.0)
+    return 0.1 * share * math.log(factor) + 1.0 if share and factor > 1 else 1.0
+
+
+def _experts(config: Config, name: str, routing: Router) -> Experts:
+    shared = Mlp(f"{name}.shared_experts", config.moe_width * config.shared_experts, bias=config.mlp_bias)
+    if routing.bias is not None:
+        routing = replace(routing, bias=f"{name}.{routing.bias}")
+    return Experts(
+        name, config.experts, config.moe_width, routing, f"{name}.gate.weight", shared if config.shared_experts else None
+    )
+
+
+def _router(fields: ConfigFields, config: Config, family: Family) -> Router:
+    """V2: the best softmax scores, of all experts or of the groups with the largest. V3: sigmoids and a bias, of groups."""
+    top_k = fields.integer("num_experts_per_tok", default=8 if family.has_router_bias else None, low=1, high=config.experts)
+    scale = fields.number("routed_scaling_factor", default=2.5 if family.has_router_bias else 1.0)
+    if family.has_router_bias:
+        fields.must_be("scoring_func", "sigmoid")
+        fields.must_be("topk_method", "noaux_tc")
+        groups, kept = _groups(fields, config, top_k, (8, 4), least=2)
+        return Router("sigmoid", top_k, flag(fields, "norm_topk_prob", True), scale, "gate.e_score_correction_bias", groups, kept)
+    fields.must_be("scoring_func", "softmax")
+    fields.must_be("norm_topk_prob", False)
+    method, groups, kept = fields.get("topk_method") or "greedy", 1, 1
+    if method == "group_limited_greedy":
+        groups, kept = _groups(fields, config, top_k, (None, None), least=1)
+    elif method != "greedy":
+        raise ConfigError("topk_method", method, "greedy or group_limited_greedy")
+    return Router("softmax", top_k, False, scale, groups=groups, kept=kept)
+
+
+def _groups(
+    fields: ConfigFields, config: Config, top_k: int, defaults: tuple[int | None, int | None], least: int
+) -> tuple[int, int]:
+    """(groups of experts, how many of them a token may choose from); a group has at least `least` experts."""
+    for name in ("n_group", "topk_group"):
+        if name in fields.values and fields.values[name] is None:
+            raise ConfigError(name, None, "an integer")
+    groups = fields.integer("n_group", default=defaults[0], low=1)
+    if config.experts % groups or config.experts // groups < least:
+        raise ConfigError("n_group", groups, f"equal groups of at least {least} of the {config.experts} experts")
+    kept = fields.integer("topk_group", default=defaults[1], low=1, high=groups)
+    if top_k > kept * (config.experts // groups):
+        raise ConfigError("topk_group", kept, f"enough groups of {config.experts // groups} for {top_k} experts a token")
+    return groups, kept

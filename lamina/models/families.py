@@ -1,6 +1,6 @@
 """Which families of models are known by their config.json: one line each. Needs no torch.
 
-`describe` serves the memory plan; the families that also run have a line in `registry.py`.
+`describe` serves the memory plan, `network` says what those that run compute. A new family is its file and a line in each table.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ from lamina.models import (
     qwen3_next,
 )
 from lamina.models.description import Choices, Description
+from lamina.models.network import Network
 
 Describe = Callable[[Mapping[str, object], Choices], Description]
 
@@ -61,6 +62,41 @@ FAMILIES: dict[str, Describe] = {
     "MiniMaxText01": minimax.describe,
     "nemotron_h": nemotron_h.describe,
     "qwen3_next": qwen3_next.describe,
+}
+
+#: what those that run compute, as data, by model_type; a family with a model of its own is in `registry.py`
+NETWORKS: dict[str, Callable[[Mapping[str, object]], Network]] = {
+    "bamba": bamba.network,
+    "cohere2": cohere.network,
+    "deepseek_v2": deepseek_v3.network_2,
+    "deepseek_v3": deepseek_v3.network_3,
+    "deepseek_v32": deepseek_v3.network_32,
+    "falcon_h1": falcon_h1.network,
+    "gemma2": gemma.network_2,
+    "gemma3": gemma.network_3,
+    "gemma3_text": gemma.network_3,
+    "gemma3n": gemma3n.network,
+    "gemma3n_text": gemma3n.network,
+    "gpt_oss": gpt_oss.network,
+    "granitemoehybrid": bamba.network_granite,
+    "jamba": jamba.network,
+    "llama": llama.network,
+    "llama4": llama.network_4,
+    "llama4_text": llama.network_4,
+    "minimax": minimax.network,
+    "minimax_m1": minimax.network_original,
+    "minimax_text_01": minimax.network_original,
+    "MiniMaxM1": minimax.network_original,
+    "MiniMaxText01": minimax.network_original,
+    "ministral": mistral.network_ministral,
+    "ministral3": mistral.network_ministral3,
+    "mistral": mistral.network,
+    "mistral3": mistral.network_3,
+    "nemotron_h": nemotron_h.network,
+    "qwen2": qwen3.network_2,
+    "qwen3": qwen3.network,
+    "qwen3_moe": qwen3.network_moe,
+    "qwen3_next": qwen3_next.network,
 }
 
 

@@ -71,7 +71,9 @@ def dims_of(values: Mapping[str, object], machine: Machine, choice: Choice) -> D
         index_heads=config.index_heads if INDEXED in config.ratios else 0, index_dim=config.index_dim, top_k=config.index_topk,
         max_entries=tokens // min(ratios) if ratios else 0, experts=config.num_experts,
         experts_per_token=config.experts_per_token, inner=config.expert_width, dense_format="fp8" if is_quantised else "plain",
-        expert_format=experts, cache_format=choice.cache_format, index_format=choice.index_format, act=act,
+        expert_format=experts, act=act,
+        cache_format="fp8" if choice.cache_format == "auto" else choice.cache_format,
+        index_format="fp4" if choice.index_format == "auto" else choice.index_format,
         activation="bf16" if choice.activation == "bf16" else "fp8",
     )  # fmt: skip
 

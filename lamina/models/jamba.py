@@ -1,4 +1,4 @@
-"""Jamba: Mamba layers with full attention in between, and experts in some layers. What it remembers and weighs; no torch."""
+"""Jamba: Mamba layers with full attention in between, and experts in some layers. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,9 @@ from lamina.base.errors import ConfigError
 from lamina.models.config_fields import ConfigFields
 from lamina.models.decoder import Defaults, flag, read_decoder
 from lamina.models.description import Choices, Description
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Part, Router
+from lamina.models.network_fields import end_tokens, names_of
+from lamina.models.parts_scan import ChannelScan, stored_of
 from lamina.models.recurrent import Mixer, describe_hybrid, part, width, width_or_auto
 from lamina.models.weight_parts import Size, Storage, mlp, router
 
@@ -68,6 +71,40 @@ def describe(values: Mapping[str, object], choices: Choices) -> Description:
         else:
             sizes.append(("mlp", mlp(store, hidden, decoder.mlp_width)))
     return describe_hybrid(decoder, choices, mixers, sizes)
+
+
+def network(values: Mapping[str, object]) -> Network:
+    """What a Jamba computes."""
+    decoder = read_decoder(values, _DEFAULTS)
+    fields, dim, eps = decoder.fields, decoder.head_dim, decoder.fields.number("rms_norm_eps", default=1e-6)
+    fields.must_be("hidden_act", "silu")
+    fields.must_be("sliding_window", None)
+    attends = _every(fields, "attn_layer_period", "attn_layer_offset", 8, 4)
+    has_experts = _every(fields, "expert_layer_period", "expert_layer_offset", 2, 1)
+    experts = width(fields, "num_experts", "num_local_experts", default=16)
+    top_k = fields.integer("num_experts_per_tok", default=2, low=1, high=experts) if experts > 1 else 1
+    routing = Router("softmax", top_k, normalises=False)
+    scan, stored, layers = _scan(fields, decoder.hidden_size), stored_of(decoder), []
+    for layer in range(decoder.num_layers):
+        prefix = f"model.layers.{layer}"
+        if layer % attends[0] == attends[1]:
+            name = f"{prefix}.self_attn"
+            mixer: Part = Attention(name, decoder.num_heads, decoder.kv_heads, dim, dim**-0.5, "kv")
+        else:
+            mixer = ChannelScan(
+                f"{prefix}.mamba", scan.channels, scan.state_size, scan.kernel, scan.rank, eps, stored, scan.bias, scan.conv_bias
+            )
+        feed_forward: Part = Mlp(f"{prefix}.feed_forward", decoder.mlp_width)
+        if experts > 1 and layer % has_experts[0] == has_experts[1]:
+            name = f"{prefix}.feed_forward"
+            feed_forward = Experts(name, experts, decoder.mlp_width, routing, f"{name}.router.weight")
+        before, between = (Norm(f"{prefix}.{name}.weight", eps) for name in ("input_layernorm", "pre_ff_layernorm"))
+        layers.append((Branch(mixer, before), Branch(feed_forward, between)))
+    return Network(
+        decoder.vocab_size, decoder.hidden_size, "model.embed_tokens.weight", tuple(layers),
+        Norm("model.final_layernorm.weight", eps), None if decoder.tied else "lm_head.weight", end_tokens(values),
+        names=names_of(decoder),
+    )  # fmt: skip
 
 
 def _scan(fields: ConfigFields, hidden: int) -> Mamba:

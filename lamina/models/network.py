@@ -54,7 +54,7 @@ class Attention:
     scale    of the scores.   softcap  cap * tanh(score / cap); 0 none.   sinks  name of [H] logits without a value.
     is_gated  q_proj gives for each head a query and a gate; the output is multiplied by sigmoid(gate).
     v_norm   plain norm of the values (its eps), 0 for none.
-    temperature  (floor_scale, attn_scale): queries are multiplied by 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)).
+    temperature  (step, amount, first): queries at position p are multiplied by 1 + amount * log(1 + floor((p + first) / step)).
     """
 
     prefix: str
@@ -77,7 +77,7 @@ class Attention:
     sinks: str | None = None
     is_gated: bool = False
     shares: int | None = None
-    temperature: tuple[float, float] | None = None
+    temperature: tuple[float, float, float] | None = None
     names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -85,7 +85,7 @@ class Attention:
 class Mlp:
     """down(act(gate(x)) * up(x)); without a gate down(act(up(x))).
 
-    activation  silu, gelu_tanh, relu2.
+    activation  silu, gelu_tanh, relu2.   cut  the gate is what lies above its mean plus so many standard deviations, else 0.
     """
 
     prefix: str
@@ -94,14 +94,16 @@ class Mlp:
     bias: bool = False
     names: tuple[str | None, str, str] = ("gate_proj", "up_proj", "down_proj")
     multipliers: tuple[float, float] = (1.0, 1.0)  # of the gate, and of the result
+    cut: float | None = None
+    is_fused: bool = False  # the tensor named for `up` has the gate's rows before its own
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """Who gets a token.
 
-    kind   softmax: softmax of all, then the k best; chosen: the k best, then softmax of these; sigmoid: sigmoids, with `bias`
-           (the name of its tensor) for the selection alone.
+    kind   softmax: softmax of all, then the k best; chosen: the k best, then softmax of these; chosen_sigmoid: the k best, then
+           their sigmoids; sigmoid: sigmoids, with `bias` (the name of its tensor) for the selection alone.
     normalises  the weights of a token sum to 1, then come times `scale`.   groups, kept  limits the choice to the best groups.
     """
 
@@ -145,12 +147,17 @@ Part: TypeAlias = object
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """x + scale * after(part(before(x))); norms may be missing."""
+    """kept * x + scale * after(part(before(x))); norms may be missing.
+
+    keeps_normed  before(x) is what goes on in place of x.
+    """
 
     part: Part
     before: Norm | None
     after: Norm | None = None
     scale: float = 1.0
+    kept: float = 1.0
+    keeps_normed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,9 @@ class Network:
     """The whole decoder.
 
     embed, head   names of the tensors; head None: the embedding once more.   embed_scale  of the embedded rows.
+    layers        a part that is in no branch takes the whole residual and gives the next one.
+    opening, closing  parts that turn embedded rows into the residual, and back before the norm; None: they are the same.
+    head_may_miss a checkpoint without the head means the embedding once more.
     logit_scale, softcap  logits are logit_scale * hidden @ head, capped as scores are.
     names         how a file's names become those that the parts ask for.
     """
@@ -165,11 +175,14 @@ class Network:
     vocab_size: int
     hidden_size: int
     embed: str
-    layers: tuple[tuple[Branch, ...], ...]
+    layers: tuple[tuple[Branch | Part, ...], ...]
     norm: Norm
     head: str | None
     eos_token_ids: tuple[int, ...]
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float = 0.0
+    head_may_miss: bool = False
+    opening: Part | None = None
+    closing: Part | None = None
     names: NameScheme = field(default_factory=NameScheme)

@@ -1,6 +1,7 @@
 """What the families given as networks read alike from a config.json. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lamina.base.errors import ConfigError
 from lamina.models.config_fields import ConfigFields
@@ -8,6 +9,7 @@ from lamina.models.decoder import Decoder
 from lamina.models.network import Rope
 from lamina.weights.names import NameScheme, Rename
 
+_FP8_BLOCK = 128
 #: what is in checkpoints and not used
 _UNUSED = "unused."
 #: the text model inside one for images and sound, as older and newer releases write it, and what is not the text model's
@@ -68,8 +70,16 @@ def names_of(
     """How the tensors of a family are named: `model.` and `lm_head.`, as Transformers writes them.
 
     Stored frequencies of rotary embeddings are not used, nor is a head beside tied embeddings.   scheme  has splits and suffixes.
+    Matrices may be fp8 in blocks of 128 x 128; raises ConfigError for what else is quantised, MXFP4 experts without a scheme too.
     """
     base = scheme or NameScheme()
+    quantised = f"{decoder.fields.prefix}quantization_config"
+    if decoder.store.codes is not None:
+        if decoder.store.block != (_FP8_BLOCK, _FP8_BLOCK):
+            raise ConfigError(f"{quantised}.weight_block_size", decoder.store.block, f"[{_FP8_BLOCK}, {_FP8_BLOCK}]")
+        base = replace(base, scale_suffix=".weight_scale_inv")
+    elif decoder.expert_store.codes is not None and scheme is None:
+        raise ConfigError(f"{quantised}.quant_method", "mxfp4", "fp8, or none, for this model_type")
     text = _TEXT_OF_SEVERAL if decoder.is_nested else ()
     every = (*renames, *text, Rename(r"^.*\.rotary_emb\.inv_freq$", f"{_UNUSED}inv_freq"), *base.renames)
     tied = ("lm_head.",) if decoder.tied else ()

@@ -1,8 +1,7 @@
 """Builds and runs what a `Network` says. A new kind of part is one line in BUILDERS and a builder beside the others."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -11,95 +10,25 @@ from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey
 from lamina.layers.heads import Context, GatedMlp, GroupedAttention, RmsNorm
 from lamina.layers.rounding import rounded
-from lamina.layers.sparse import Route, SparseMlp
-from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Parallel, Rope, Router
+from lamina.models.build_altup import altup_layer, closing, opening
+from lamina.models.build_delta import decayed_attention, delta_rule
+from lamina.models.build_experts import fused_experts, listed_experts, ungated_experts
+from lamina.models.build_latent import build_latent
+from lamina.models.build_scan import channel_scan, head_scan, scaled
+from lamina.models.builder import Builder, Layer, head_order
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Parallel
+from lamina.models.parts_altup import AltUpLayer, Closing, Opening
+from lamina.models.parts_delta import DecayedAttention, DeltaRule
+from lamina.models.parts_experts import FusedExperts, UngatedExperts
+from lamina.models.parts_latent import Latent
+from lamina.models.parts_scan import ChannelScan, HeadScan, Scaled
 from lamina.models.rope import rope_frequencies
 from lamina.ops.attend_heads import HeadsCase, Past, softcapped
-from lamina.ops.gemm import linear, prepared
+from lamina.ops.gemm import MIN_COLUMNS, linear
 from lamina.ops.rope_norm import rope_tables
-from lamina.ops.route import route_chosen, route_sigmoid, route_softmax
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import EntryCodec, HeadsCodec, Store
 from lamina.weights.loader import TensorSource
-
-
-class Layer(Protocol):
-    """What a part is once it has its weights."""
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x [T, D], normed -> what is added to the residual [T, D]."""
-        ...
-
-
-@dataclass(slots=True)
-class Builder:
-    """What builders work with: the checkpoint's tensors, each once, and the stores of the arena.
-
-    stores   gives the store of a key with a codec.   formats  of the cache and of an index.
-    shapes   (in, out) of every product with a weight; batched  of batched ones: start-up checks their bits.
-    shared   layers whose memory others read.   finishing  what is done after the last layer.
-    """
-
-    network: Network
-    source: TensorSource
-    dtype: torch.dtype
-    stores: Callable[[StoreKey, EntryCodec], Store]
-    cache_format: str
-    index_format: str
-    layer: int = 0
-    shapes: set[tuple[int, int]] = field(default_factory=set)
-    batched: set[tuple[int, int]] = field(default_factory=set)
-    ropes: list[Rope] = field(default_factory=list)
-    shared: frozenset[int] = frozenset()
-    pasts: dict[int, Past] = field(default_factory=dict)
-    finishing: list[Callable[[Context], None]] = field(default_factory=list)
-
-    @property
-    def width(self) -> int:
-        """Of the residual."""
-        return self.network.hidden_size
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor in fp32."""
-        return self.source.take(name, shape)
-
-    def product(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] as products read it."""
-        self.shapes.add((weight.shape[1], weight.shape[0]))
-        return prepared(weight)
-
-    def store(self, memory: str, codec: EntryCodec, *fields: str) -> Store:
-        """The store of the fields (all, unless some are named) of a memory of the layer that is being built."""
-        return self.stores(StoreKey(self.layer, memory, fields or tuple(name for name, _, _ in codec.fields)), codec)
-
-    def norm(self, norm: Norm, width: int) -> RmsNorm:
-        """A norm with its weight."""
-        if norm.kind == "plain":
-            return RmsNorm(None, norm.eps)
-        weight = self.take(norm.name, width)
-        return RmsNorm(weight + 1 if norm.kind == "rms1" else weight, norm.eps, norm.kind == "layer")
-
-    def angle(self, rope: Rope | None) -> int | None:
-        """The number of a rotary embedding among those of the model."""
-        if rope is None:
-            return None
-        if rope not in self.ropes:
-            self.ropes.append(rope)
-        return self.ropes.index(rope)
-
-    def build(self, part: object) -> Layer:
-        """The layer of a part."""
-        return BUILDERS[type(part)](self, part)
-
-
-def head_order(dim: int, rope: Rope | None) -> Tensor:
-    """The dims of a head in the order in which layers have them: those not rotated, then the rotated ones pair by pair."""
-    if rope is None:
-        return torch.arange(dim)
-    rotated = torch.arange(rope.dim)
-    if not rope.is_pairs:
-        rotated = rotated.view(2, -1).t().flatten()
-    return torch.cat([torch.arange(rope.dim, dim), rotated])
 
 
 def _attention(builder: Builder, part: object) -> Layer:
@@ -141,7 +70,8 @@ def _attention(builder: Builder, part: object) -> Layer:
         builder.pasts[builder.layer] = past
     else:
         past = builder.pasts[part.shares]
-    builder.batched |= {(dim, 64), (dim, 192), (64, dim), (192, dim)}
+    wide = max(dim, MIN_COLUMNS)
+    builder.batched |= {(dim, 64), (dim, 192), (64, wide), (192, wide)}
     layer = GroupedAttention(
         w_in=builder.product(stacked("weight", width)), b_in=stacked("bias") if part.bias else None,
         w_out=builder.product(builder.take(f"{part.prefix}.{o_name}.weight", width, part.heads * dim)),
@@ -168,49 +98,16 @@ def _mlp(builder: Builder, part: object) -> Layer:
     rows = [name for name in (gate, up) if name is not None]
 
     def stacked(kind: str, *sizes: int) -> Tensor:
-        return torch.cat([builder.take(f"{part.prefix}.{name}.{kind}", part.width, *sizes) for name in rows])
+        height = part.width * (1 + part.is_fused)
+        return torch.cat([builder.take(f"{part.prefix}.{name}.{kind}", height, *sizes) for name in rows])
 
     return GatedMlp(
         w_in=builder.product(stacked("weight", builder.width)), b_in=stacked("bias") if part.bias else None,
         w_out=builder.product(builder.take(f"{part.prefix}.{down}.weight", builder.width, part.width)),
         b_out=builder.take(f"{part.prefix}.{down}.bias", builder.width) if part.bias else None,
-        activation=part.activation, has_gate=gate is not None, multipliers=part.multipliers,
+        activation=part.activation, has_gate=gate is not None or part.is_fused, multipliers=part.multipliers,
+        cut=part.cut,
     )  # fmt: skip
-
-
-def _experts(builder: Builder, part: object) -> Layer:
-    assert isinstance(part, Experts)
-    gate, up, down = part.names
-    width, inner = builder.width, part.width
-    gate_up, second = [], []
-    for expert in range(part.num):
-        prefix = f"{part.prefix}.experts.{expert}"
-        both = [builder.take(f"{prefix}.{name}.weight", inner, width) for name in (gate, up)]
-        gate_up.append(torch.cat(both))
-        second.append(builder.take(f"{prefix}.{down}.weight", width, inner))
-    builder.shapes |= {(width, 2 * inner), (inner, width)}
-    shared = None
-    if part.shared is not None:
-        shared = _mlp(builder, part.shared)
-        assert isinstance(shared, GatedMlp)
-    return SparseMlp(
-        gate=builder.product(builder.take(part.gate, part.num, width)), route=router(builder, part.router, part.num),
-        gate_up=prepared(torch.stack(gate_up)), down=prepared(torch.stack(second)), shared=shared,
-        shared_gate=builder.product(builder.take(part.shared_gate, 1, width)) if part.shared_gate is not None else None,
-    )  # fmt: skip
-
-
-def router(builder: Builder, wanted: Router, num: int) -> Route:
-    """How rows choose among `num` experts."""
-    top_k, scale, groups, kept = wanted.top_k, wanted.scale, wanted.groups, wanted.kept
-    if wanted.kind == "softmax":
-        return lambda logits: route_softmax(logits, top_k, wanted.normalises, scale, groups, kept)
-    if wanted.kind == "chosen":
-        return lambda logits: route_chosen(logits, top_k)
-    if wanted.kind == "sigmoid":
-        bias = builder.take(wanted.bias, num) if wanted.bias is not None else None
-        return lambda logits: route_sigmoid(logits, bias, top_k, wanted.normalises, scale, groups, kept)
-    raise ConfigError("router", wanted.kind, "softmax, chosen or sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,28 +130,43 @@ def _parallel(builder: Builder, part: object) -> Layer:
 
 #: how each kind of part is built
 BUILDERS: Mapping[type, Callable[[Builder, object], Layer]] = {
+    AltUpLayer: altup_layer,
     Attention: _attention,
-    Experts: _experts,
+    ChannelScan: channel_scan,
+    Closing: closing,
+    DecayedAttention: decayed_attention,
+    DeltaRule: delta_rule,
+    Experts: listed_experts,
+    FusedExperts: fused_experts,
+    HeadScan: head_scan,
+    Latent: build_latent,
     Mlp: _mlp,
+    Opening: opening,
     Parallel: _parallel,
+    Scaled: scaled,
+    UngatedExperts: ungated_experts,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _Residual:
-    """x + scale * after(layer(before(x)))."""
+    """kept * x + scale * after(layer(before(x)))."""
 
     layer: Layer
     before: RmsNorm | None
     after: RmsNorm | None
     scale: float
+    kept: float
+    keeps_normed: bool
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         dtype = context.dtype
-        found = self.layer.forward(x if self.before is None else rounded(self.before.forward(x), dtype), context)
+        read = x if self.before is None else rounded(self.before.forward(x), dtype)
+        found = self.layer.forward(read, context)
         if self.after is not None:
             found = rounded(self.after.forward(found), dtype)
-        return rounded(x + (found if self.scale == 1 else found * self.scale), dtype)
+        x = read if self.keeps_normed else x
+        return rounded((x if self.kept == 1 else x * self.kept) + (found if self.scale == 1 else found * self.scale), dtype)
 
 
 class NetworkModel:
@@ -263,7 +175,7 @@ class NetworkModel:
     ratios: tuple[int, ...] = ()
 
     def __init__(
-        self, network: Network, dtype: torch.dtype, embed: Tensor, layers: tuple[tuple[_Residual, ...], ...], norm: RmsNorm,
+        self, network: Network, dtype: torch.dtype, embed: Tensor, layers: tuple[tuple[Layer, ...], ...], norm: RmsNorm,
         head: Tensor, builder: Builder,
     ) -> None:  # fmt: skip
         self.network = network
@@ -308,31 +220,38 @@ def load_network(
     cache_format: str, index_format: str,
 ) -> NetworkModel:  # fmt: skip
     """Takes every tensor once and binds the layers to their stores. Raises WeightError for a missing, misshapen or unused one."""
-    shared = frozenset(
-        branch.part.shares
-        for branches in network.layers
-        for branch in branches
-        if isinstance(branch.part, Attention) and branch.part.shares is not None
-    )
-    builder = Builder(network, source, dtype, stores, cache_format, index_format, shared=shared)
+    shared = frozenset(part.shares for part in attentions(network.layers) if part.shares is not None)
+    builder = Builder(network, source, dtype, stores, cache_format, index_format, shared=shared, builders=BUILDERS)
     table = builder.take(network.embed, network.vocab_size, network.hidden_size)
+    first = () if network.opening is None else ((builder.build(network.opening),),)
     layers = []
     for number, branches in enumerate(network.layers):
         builder.layer = number
-        layers.append(tuple(_residual(builder, branch) for branch in branches))
+        layers.append(tuple(_residual(builder, each) if isinstance(each, Branch) else builder.build(each) for each in branches))
+    last = () if network.closing is None else ((builder.build(network.closing),),)
     norm = builder.norm(network.norm, network.hidden_size)
-    head = table if network.head is None else builder.take(network.head, network.vocab_size, network.hidden_size)
+    is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))
+    head = table if is_tied else builder.take(str(network.head), network.vocab_size, network.hidden_size)
     head = builder.product(head)
     embed = rounded(table if network.embed_scale == 1 else table * network.embed_scale, dtype)
     source.finish()
-    return NetworkModel(network, dtype, embed, tuple(layers), norm, head, builder)
+    return NetworkModel(network, dtype, embed, (*first, *layers, *last), norm, head, builder)
+
+
+def attentions(part: object) -> Iterator[Attention]:
+    """Those in a part, or in several."""
+    if isinstance(part, Attention):
+        yield part
+    inner = part if isinstance(part, tuple) else [getattr(part, each.name) for each in fields(part)] if is_dataclass(part) else []
+    for each in inner:
+        yield from attentions(each)
 
 
 def _residual(builder: Builder, branch: Branch) -> _Residual:
     layer = builder.build(branch.part)
     before = builder.norm(branch.before, builder.width) if branch.before is not None else None
     after = builder.norm(branch.after, builder.width) if branch.after is not None else None
-    return _Residual(layer, before, after, branch.scale)
+    return _Residual(layer, before, after, branch.scale, branch.kept, branch.keeps_normed)
 
 
 def check_part(part: object) -> None:

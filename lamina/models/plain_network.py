@@ -14,7 +14,8 @@ class Plain:
     """What such families differ in.
 
     bias, out_bias, mlp_bias  of the projections.   qk_norm  norms of queries and keys, per head.
-    theta   of the rotary positions where the config is silent.   nested  the object of the config that holds the text model.
+    theta, eps  of the rotary positions and the norms where the config is silent.   temperature  of the queries.
+    nested      the object of the config that holds the text model.
     """
 
     bias: bool = False
@@ -23,6 +24,8 @@ class Plain:
     qk_norm: bool = False
     theta: float = 10000.0
     nested: str | None = None
+    eps: float = 1e-6
+    temperature: tuple[float, float, float] | None = None
 
 
 def plain_network(
@@ -35,7 +38,7 @@ def plain_network(
             feed-forward part, where it is not the usual one.
     """
     fields, dim = decoder.fields, decoder.head_dim
-    eps = fields.number("rms_norm_eps", default=1e-6)
+    eps = fields.number("rms_norm_eps", default=plain.eps)
     fields.must_be("hidden_act", "silu")
     rope = read_rope(fields, dim, decoder.max_positions, plain.theta)
     layers = []
@@ -46,7 +49,7 @@ def plain_network(
             f"{prefix}.self_attn", decoder.num_heads, decoder.kv_heads, dim, dim**-0.5, NAMES[kind], plain.bias, plain.out_bias,
             rope, window=window if kind == WINDOW else None,
             q_norm=Norm(f"{prefix}.self_attn.q_norm.weight", eps) if plain.qk_norm else None,
-            k_norm=Norm(f"{prefix}.self_attn.k_norm.weight", eps) if plain.qk_norm else None,
+            k_norm=Norm(f"{prefix}.self_attn.k_norm.weight", eps) if plain.qk_norm else None, temperature=plain.temperature,
         )  # fmt: skip
         inner: Part = Mlp(f"{prefix}.mlp", decoder.mlp_width, bias=plain.mlp_bias) if mlp_of is None else mlp_of(number, prefix)
         before, between = (Norm(f"{prefix}.{name}.weight", eps) for name in ("input_layernorm", "post_attention_layernorm"))

@@ -7,6 +7,10 @@ from lamina.base.errors import ConfigError
 from lamina.models.config_fields import ConfigFields
 from lamina.models.decoder import Decoder, Defaults, flag, read_decoder
 from lamina.models.description import Choices, Description
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Part, Rope, Router
+from lamina.models.network_fields import end_tokens, names_of, read_rope
+from lamina.models.parts_delta import DeltaRule
+from lamina.models.parts_scan import stored_of
 from lamina.models.recurrent import FULL, LINEAR, Mixer, describe_hybrid, layer_numbers, listed_kinds, part, width
 from lamina.models.weight_parts import Size, Storage, mlp, router
 
@@ -67,6 +71,61 @@ def describe(values: Mapping[str, object], choices: Choices) -> Description:
             sizes.append(("linear attention", scan.weights(store, hidden)))
         sizes += _experts(decoder) if layer in with_experts else [("mlp", mlp(store, hidden, decoder.mlp_width))]
     return describe_hybrid(decoder, choices, mixers, sizes)
+
+
+def network(values: Mapping[str, object]) -> Network:
+    """What a Qwen3-Next computes. Raises ConfigError naming the field."""
+    decoder = read_decoder(values, _DEFAULTS)
+    fields, scan, stored = decoder.fields, _scan(decoder.fields), stored_of(decoder)
+    fields.must_be("hidden_act", "silu")
+    eps, bias = fields.number("rms_norm_eps", default=1e-6), flag(fields, "attention_bias", False)
+    rope, with_experts = _rope(decoder), _layers_with_experts(decoder)
+    layers = []
+    for number, kind in enumerate(_kinds(decoder)):
+        prefix = f"model.layers.{number}"
+        if kind == FULL:
+            name = f"{prefix}.self_attn"
+            norms = [Norm(f"{name}.{each}.weight", eps, "rms1") for each in ("q_norm", "k_norm")]
+            mixer: Part = Attention(
+                name, decoder.num_heads, decoder.kv_heads, decoder.head_dim, decoder.head_dim**-0.5, "kv", bias, bias, rope,
+                q_norm=norms[0], k_norm=norms[1], is_gated=True,
+            )  # fmt: skip
+        else:
+            mixer = DeltaRule(
+                f"{prefix}.linear_attn", scan.key_heads, scan.key_dim, scan.value_heads, scan.value_dim, scan.kernel, eps, stored
+            )
+        inner = _mixture(fields, f"{prefix}.mlp") if number in with_experts else Mlp(f"{prefix}.mlp", decoder.mlp_width)
+        before, between = (
+            Norm(f"{prefix}.{each}.weight", eps, "rms1") for each in ("input_layernorm", "post_attention_layernorm")
+        )
+        layers.append((Branch(mixer, before), Branch(inner, between)))
+    return Network(
+        decoder.vocab_size, decoder.hidden_size, "model.embed_tokens.weight", tuple(layers),
+        Norm("model.norm.weight", eps, "rms1"), None if decoder.tied else "lm_head.weight", end_tokens(values),
+        names=names_of(decoder, ignored=("mtp.",)),  # the block that drafts
+    )  # fmt: skip
+
+
+def _rope(decoder: Decoder) -> Rope:
+    """A quarter of each head is rotated where the config says nothing else."""
+    rope = read_rope(decoder.fields, decoder.head_dim, decoder.max_positions, 10000.0, partial=0.25)
+    if rope.dim < 2 or rope.dim % 2 or rope.dim > decoder.head_dim:
+        allowed = f"a share of head_dim ({decoder.head_dim}) that is an even number of dims"
+        raise ConfigError(f"{decoder.fields.prefix}partial_rotary_factor", rope.dim / decoder.head_dim, allowed)
+    return rope
+
+
+def _mixture(fields: ConfigFields, name: str) -> Experts:
+    """Experts, and the shared one with its gate."""
+    count = width(fields, "num_experts", default=512)
+    routing = Router(
+        "softmax", fields.integer("num_experts_per_tok", default=10, low=1, high=count), flag(fields, "norm_topk_prob", True)
+    )
+    shared = Mlp(f"{name}.shared_expert", width(fields, "shared_expert_intermediate_size", default=512))
+    return Experts(
+        name, count, width(fields, "moe_intermediate_size", default=512), routing, f"{name}.gate.weight", shared,
+        f"{name}.shared_expert_gate.weight",
+    )  # fmt: skip
 
 
 def _scan(fields: ConfigFields) -> GatedDelta:

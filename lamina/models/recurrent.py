@@ -65,7 +65,8 @@ def describe_hybrid(
     decoder: Decoder, choices: Choices, mixers: Sequence[Mixer], sizes: Sequence[tuple[str, Size]], notes: Sequence[str] = ()
 ) -> Description:
     """The description of a model with these mixers. `sizes` are all its weights but embedding and head."""
-    state_dtype, blocks = _state_dtype(decoder.fields), width(decoder.fields, "num_nextn_predict_layers", default=0, low=0)
+    kept_in, blocks = state_dtype(decoder.fields), width(decoder.fields, "num_nextn_predict_layers", default=0, low=0)
+    inputs_in = inputs_dtype(decoder.store.dtype, choices.cache_format)
     if blocks and choices.draft_tokens:
         raise ConfigError("draft_tokens", choices.draft_tokens, "0: the draft blocks of this family are not described")
 
@@ -75,16 +76,12 @@ def describe_hybrid(
             if mixer.attends:
                 kept.append(Log("kv", layer, entry, 1))
             if mixer.scan is not None:
-                scan, dtype = mixer.scan.share(choices.tensor_parallel), decoder.store.dtype
-                if scan.channels:
-                    inputs = EntryFormat(dtype, (Field("x", dtype, (scan.channels,)),))
-                    kept.append(Window("conv", layer, inputs, scan.kernel))
-                kept.append(Snapshot("state", layer, (Field("state", state_dtype, scan.state),)))
+                kept += scan_memories(mixer.scan.share(choices.tensor_parallel), layer, kept_in, inputs_in)
         return kept
 
     convolved = any(mixer.scan is not None and mixer.scan.channels for mixer in mixers)
-    inputs = f", the inputs of their convolutions in {decoder.store.dtype}" if convolved else ""
-    told = [*notes, f"scan states are kept in {state_dtype}{inputs}"]
+    inputs = f", the inputs of their convolutions in {inputs_in}" if convolved else ""
+    told = [*notes, f"scan states are kept in {kept_in}{inputs}"]
     if blocks:
         told.append(f"{blocks} draft block(s) of the checkpoint are not counted")
     if choices.draft_tokens:
@@ -92,7 +89,20 @@ def describe_hybrid(
     return describe_decoder(decoder, choices, memories, sizes, told)
 
 
-def _state_dtype(fields: ConfigFields) -> str:
+def scan_memories(scan: Scan, layer: int, kept_in: str, inputs_in: str) -> list[Memory]:
+    """What a layer that scans remembers: its state and, before it, the last inputs of its convolution if it has one."""
+    state = Snapshot("state", layer, (Field("state", kept_in, scan.state),))
+    if not scan.channels:
+        return [state]
+    return [Window("conv", layer, EntryFormat(inputs_in, (Field("x", inputs_in, (scan.channels,)),)), scan.kernel), state]
+
+
+def inputs_dtype(stored: str, cache_format: str | None) -> str:
+    """What the inputs of convolutions are kept in: as the weights are stored, or fp32 where everything else is."""
+    return "fp32" if cache_format == "fp32" else stored
+
+
+def state_dtype(fields: ConfigFields) -> str:
     """What scan states are kept in: fp32, unless the config says otherwise."""
     for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         value = fields.get(name)

@@ -11,15 +11,16 @@ from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.layers.rounding import activation_dtype
 from lamina.memory.kinds import Field, Memory
-from lamina.models import deepseek_v4, llama, mistral, qwen3
+from lamina.models import deepseek_v4
 from lamina.models.deepseek_v4_config import Config
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
 from lamina.models.description import Choices
-from lamina.models.families import describe
+from lamina.models.families import NETWORKS, describe
 from lamina.models.implementations import Choice, implementations, refusals
 from lamina.models.network import Network
 from lamina.models.network_model import load_network
+from lamina.models.network_sizes import request_bytes, row_bytes
 from lamina.ops.machine import Machine
 from lamina.ops.rows import Rows
 from lamina.ops.sequences import Sequences
@@ -152,7 +153,7 @@ def _token_bytes(config: Config) -> int:
 
 def _network(values: Mapping[str, object], network: Network, cache_format: str, index_format: str) -> Blueprint:
     """The blueprint of a family that is given as a network."""
-    found = describe(values, Choices(cache_format=cache_format))
+    found = describe(values, Choices(cache_format=cache_format, index_format=index_format))
 
     def load(source: TensorSource, dtype: str, make: StoreMaker) -> LoadedModel:
         def store(key: StoreKey, codec: EntryCodec) -> Store:
@@ -161,36 +162,49 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
         return load_network(network, source, activation_dtype(dtype), store, cache_format, index_format)
 
     def load_device(source: TensorSource, target: Target, make: StoreMaker) -> LoadedDeviceModel:
-        raise ConfigError("device", str(target.device), "cpu")
+        from lamina.models.network_device import load_device_network  # needs Triton
+
+        def store(key: StoreKey, codec: EntryCodec) -> Store:
+            return make(StoreSpec(key, codec))
+
+        has_fp8 = target.activation == "fp8" and target.machine.has_fp8 and target.dtype == torch.bfloat16
+        return load_device_network(
+            network, source, target.dtype, store, cache_format, target.device, has_fp8, target.only_portable
+        )  # fmt: skip
+
+    def refuses(target: Target) -> str | None:
+        if not target.machine.has_triton:
+            return "needs Triton, which is not installed"
+        from lamina.models.network_device import refuses_network
+
+        return refuses_network(network, target.machine)
 
     return Blueprint(
         memories=found.memories, hidden=found.hidden, rings=(), vocab_size=found.vocab_size, max_positions=found.max_positions,
-        eos_token_ids=network.eos_token_ids, names=network.names, load=load, load_device=load_device, token_bytes=0,
-        request_bytes=0, refuses=lambda target: f"no GPU kernels for model_type {values.get('model_type')!r} yet",
+        eos_token_ids=network.eos_token_ids, names=network.names, load=load, load_device=load_device,
+        token_bytes=row_bytes(network), request_bytes=request_bytes(network), refuses=refuses,
     )  # fmt: skip
 
 
-#: families with a model of their own, and those that are given as a network; by model_type of config.json
+#: families with a model of their own, by model_type of config.json; the others are given as a network (`families.NETWORKS`)
 _MODELS: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}
-_NETWORKS: dict[str, Callable[[Mapping[str, object]], Network]] = {
-    "llama": llama.network,
-    "ministral": mistral.network_ministral,
-    "mistral": mistral.network,
-    "qwen2": qwen3.network_2,
-    "qwen3": qwen3.network,
-    "qwen3_moe": qwen3.network_moe,
-}
+
+
+def chosen_format(name: str, automatic: str) -> str:
+    """The format that a setting names, or the one that auto stands for."""
+    return automatic if name == "auto" else name
 
 
 def blueprint(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str = "fp32") -> Blueprint:
     """The blueprint of a config.json.
 
-    cache_format  auto: fp8 for the models that were trained with it, else `dtype`, what activations are rounded to.
+    cache_format, index_format  auto: fp8 and fp4 for the models that were trained with them, else `dtype`, what activations are
+                  rounded to.
     Raises ConfigError for an unknown model_type, naming the known ones.
     """
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in _MODELS:
-        return _MODELS[kind](values, "fp8" if cache_format == "auto" else cache_format, index_format)
-    if not isinstance(kind, str) or kind not in _NETWORKS:
-        raise ConfigError("model_type", kind, f"one of {', '.join(sorted((*_MODELS, *_NETWORKS)))}")
-    return _network(values, _NETWORKS[kind](values), dtype if cache_format == "auto" else cache_format, index_format)
+        return _MODELS[kind](values, chosen_format(cache_format, "fp8"), chosen_format(index_format, "fp4"))
+    if not isinstance(kind, str) or kind not in NETWORKS:
+        raise ConfigError("model_type", kind, f"one of {', '.join(sorted((*_MODELS, *NETWORKS)))}")
+    return _network(values, NETWORKS[kind](values), chosen_format(cache_format, dtype), chosen_format(index_format, dtype))

@@ -137,6 +137,12 @@ class Sequences:
             self._derived[key] = make()
         return cast(_Derived, self._derived[key])
 
+    def alike(self, ratio: int) -> tuple[Single, ...]:
+        """The sequences with one row, by the number of entries that they may see; `singles` where the step has them."""
+        if ratio in self.singles:
+            return self.singles[ratio]
+        return self.remember(("alike", ratio), lambda: make_singles(self.pieces, ratio, self.positions.device))
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence after the step; 0 where there is none."""

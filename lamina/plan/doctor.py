@@ -13,12 +13,13 @@ from pathlib import Path
 from lamina.base.errors import ConfigError, LaminaError, WeightError
 from lamina.base.sizes import GiB, MiB, format_bytes
 from lamina.memory.layout import Layout, make_layout
-from lamina.models.checkpoints import CHECKPOINTS
+from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices, Description
 from lamina.models.families import FAMILIES, describe
+from lamina.models.files import is_gguf, list_stored, read_config
 from lamina.models.needed import Findings, check_tensors
 from lamina.plan.facts import printable
-from lamina.weights.headers import INDEX, Stored, list_stored, read_config, read_header
+from lamina.weights.headers import INDEX, Stored, read_header
 
 #: the versions of torch that pyproject.toml asks for: from, and below
 TORCH_VERSIONS = ((2, 11), (2, 15))
@@ -187,20 +188,20 @@ class _Model:
 
     def judge(self, cache_bytes: int, tokenizer: TokenizerFound | None) -> ModelFound:
         name = printable(_real(self.directory).name) or "/"
-        if not self.directory.is_dir():
+        if not self.directory.is_dir() and not is_gguf(self.directory):
             self.notes.no(f"{str(self.directory)!r} is no directory: give one that holds {_CONFIG} and *.safetensors")
             return ModelFound(name, exists=False)
         values, tensors = self._config(), self._tensors()
         model_type = values.get("model_type") if values is not None else None
         known = isinstance(model_type, str) and model_type in FAMILIES
-        runs = isinstance(model_type, str) and model_type in CHECKPOINTS
+        runs = isinstance(model_type, str) and model_type in RUNNING
         description = self._description(values)
         if description is not None and not runs:
-            running = ", ".join(sorted(CHECKPOINTS))
+            running = ", ".join(sorted(RUNNING))
             self.notes.no(f"{model_type} can be planned (`lamina plan`) but not run by this version, which runs {running}")
         findings = None
         if tensors is not None and values is not None and description is not None and runs:
-            findings = self._findings(values, str(model_type), tensors)
+            findings = self._findings(values, tensors)
         planned = sum(part.nbytes for part in description.weights) if description is not None else None
         params = sum(part.num_params for part in description.weights) if description is not None else None
         loaded_bytes = 4 * params if runs and params is not None else None
@@ -227,7 +228,7 @@ class _Model:
     def _config(self) -> Mapping[str, object] | None:
         try:
             return read_config(self.directory)
-        except (ConfigError, OSError) as error:
+        except (ConfigError, WeightError, OSError) as error:
             self.notes.no(_told(error))
             return None
 
@@ -245,7 +246,7 @@ class _Model:
         """What the headers list; None if a file is not what it says, and then every such file has its reason."""
         try:
             tensors = list_stored(self.directory)
-        except (WeightError, OSError) as error:
+        except (ConfigError, WeightError, OSError) as error:
             told = [_told(error)]
         else:
             self._judge_links({tensor.path for tensor in tensors})
@@ -276,10 +277,11 @@ class _Model:
             count = _count(len(outside), "file is a link", "files are links")
             self.notes.limit(f"{count} to elsewhere: {_names(outside)}")
 
-    def _findings(self, values: Mapping[str, object], model_type: str, tensors: Sequence[Stored]) -> Findings | None:
-        contents = CHECKPOINTS[model_type]
+    def _findings(self, values: Mapping[str, object], tensors: Sequence[Stored]) -> Findings | None:
         try:
-            found = check_tensors(tensors, contents.names, contents.needed(values))
+            contents = contents_of(values)
+            stored = frozenset(contents.names.rename_all(tensor.name for tensor in tensors))
+            found = check_tensors(tensors, contents.names, contents.needed(stored))
         except ConfigError as error:
             self.notes.no(f"{_CONFIG}: {error}")
             return None

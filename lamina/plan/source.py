@@ -7,12 +7,12 @@ from pathlib import Path
 from lamina.base.errors import ConfigError
 from lamina.models.description import Description, WeightPart
 from lamina.models.families import describe
+from lamina.models.files import find_checkpoint, is_gguf, read_config
 from lamina.plan.budget import weight_lines
 from lamina.plan.facts import PlanFacts, printable, read_facts
 from lamina.plan.records import Mesh, Plan, PlanOptions
 from lamina.plan.report import choices_of, make_plan, plan_json
 from lamina.plan.stored import has_weights, num_experts, stored_parts
-from lamina.weights.headers import read_config
 
 _CONFIG = "config.json"
 #: a JSON object with these is a plan, and no config
@@ -85,11 +85,12 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """The model or plan at `path`: a JSON file, or a directory with config.json, whose safetensors then count exactly.
+    """The model or plan at `path`: a JSON file, a GGUF file, or a directory with config.json; its tensors then count exactly.
 
     Raises ConfigError, in one line, for what is missing, too large, no UTF-8, no JSON object or nested too deeply.
     """
-    if path.is_dir():
+    path = find_checkpoint(path)
+    if path.is_dir() or is_gguf(path):
         values = read_config(path, _CONFIG)
         return Source(_name(path.resolve()), values, path if has_weights(path) else None)
     if not path.is_file():

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lamina.models.description import WeightPart
+from lamina.models.files import is_gguf, list_stored
 from lamina.plan.budget import UNUSED
-from lamina.weights.headers import Stored, list_stored
+from lamina.weights.headers import Stored
 
 #: the first pattern that is found in a tensor's name says its component, and how that is divided over GPUs
 _COMPONENTS = tuple(
@@ -35,7 +36,9 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.", re.ASCII)
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there is any safetensors file or index to read."""
+    """Whether there is any safetensors file, index or GGUF file to read."""
+    if is_gguf(directory):
+        return True
     return any(path.name.endswith((".safetensors", ".safetensors.index.json")) for path in directory.iterdir())
 
 

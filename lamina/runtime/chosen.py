@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
+from lamina.models.files import read_config
 from lamina.models.implementations import Choice, implementations, machine_named
-from lamina.weights.headers import read_config
 
 
 def chosen_ops(directory: Path, config: EngineConfig) -> tuple[tuple[str, str], ...]:

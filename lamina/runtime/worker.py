@@ -15,7 +15,9 @@ from lamina.base.log import event, get_logger
 from lamina.base.sizes import GiB, format_bytes
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
+from lamina.models.files import list_stored, read_config, read_file, weight_files
 from lamina.models.registry import Blueprint, Target, blueprint
+from lamina.models.tensors import open_tensors
 from lamina.ops.gemm import stable_row_multiple
 from lamina.ops.machine import this_machine
 from lamina.ops.store import Store
@@ -23,8 +25,7 @@ from lamina.runtime.arena import DeviceArena
 from lamina.runtime.host_memory import keep_freed_memory
 from lamina.runtime.runner import Runner
 from lamina.schedule.step import LaunchedStep, Step
-from lamina.weights.headers import list_stored, read_config
-from lamina.weights.loader import Checkpoint, TensorSource
+from lamina.weights.loader import TensorSource
 
 _LOG = get_logger(__name__)
 _FALLBACK_MULTIPLE = 8
@@ -63,6 +64,8 @@ class Worker:
         self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)
+            if self.layout.tails:
+                raise ConfigError("device", config.device, "cpu (windows too large for a slot have no GPU kernels yet)")
         if config.cache_bytes is None:
             config = replace(config, cache_bytes=_left_for_cache(directory, self.device, config, self.blueprint))
         self.config = config
@@ -88,7 +91,7 @@ class Worker:
         """
         keep_freed_memory()
         self.arena = DeviceArena(self.layout, self.num_pages, self.device)
-        with Checkpoint(self.directory, self.blueprint.names, on_tensor) as checkpoint:
+        with open_tensors(self.directory, self.blueprint.names, on_tensor) as checkpoint:
             self._load(checkpoint)
             ignored = checkpoint.ignored
         if ignored.count:
@@ -149,8 +152,8 @@ class Worker:
         if self.is_gpu:
             mode += (self.target.machine.capability, self.target.activation, config.kernels)
         digest = hashlib.blake2b(repr(mode).encode(), digest_size=16)
-        digest.update((self.directory / "config.json").read_bytes())
-        for path in sorted(self.directory.glob("*.safetensors")):
+        digest.update(read_file(self.directory, "config.json") or b"")
+        for path in weight_files(self.directory):
             size = path.stat().st_size
             digest.update(f"{path.name}:{size}".encode())
             with path.open("rb") as file:
@@ -217,7 +220,7 @@ def _left_for_cache(directory: Path, device: torch.device, config: EngineConfig,
 
 def _generation_eos(directory: Path) -> tuple[int, ...]:
     """End tokens of generation_config.json, which may name more than config.json does."""
-    if not (directory / "generation_config.json").is_file():
+    if read_file(directory, "generation_config.json") is None:
         return ()
     value = read_config(directory, "generation_config.json").get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,13 +1,11 @@
-"""A step while it is being planned, who is in it, and those that decode together for many steps."""
+"""A step while it is being planned, and who is in it."""
 
 from typing import NamedTuple
-
-import numpy as np
 
 from lamina.memory.lease import Lease
 from lamina.memory.orders import Order
 from lamina.schedule.request import Request
-from lamina.schedule.step import UNKNOWN, Decodes, Listed, Member, Sample, Slice, Step
+from lamina.schedule.step import Decodes, Listed, Sample, Slice, Step
 
 
 class Flight(NamedTuple):
@@ -15,23 +13,6 @@ class Flight(NamedTuple):
 
     slices: list[tuple[Request, Lease]]
     samples: list[tuple[Request, Lease]]
-
-
-class Cohort:
-    """All that runs, but for those whose last token is being drawn: each decodes, until the first draws its last token.
-
-    flight  their requests and leases, as a step keeps them.   to_plan, to_book  steps until then.
-    """
-
-    __slots__ = ("flight", "ids", "leases", "members", "requests", "to_book", "to_plan", "unknown")
-
-    def __init__(self, members: tuple[Member, ...], requests: list[Request], leases: list[Lease], num_steps: int) -> None:
-        self.members, self.requests, self.leases = members, requests, leases
-        pairs = list(zip(requests, leases, strict=True))
-        self.flight = Flight(pairs, pairs)
-        self.ids = frozenset(one.request_id for one in members)
-        self.unknown = np.full(len(members), UNKNOWN, np.int32)
-        self.to_plan = self.to_book = num_steps
 
 
 class Draft:

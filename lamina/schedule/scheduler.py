@@ -8,8 +8,7 @@ that computes it, with the id left open: positions advance in `plan`, ids come i
 request, that slice was for nothing but for the token itself, which stays a part of what can be reused. Memory of what is in
 flight is never taken away.
 
-Where all that runs decodes, it is taken as one cohort: counters move in loops without a call a request, and the step has columns
-instead of slices. A request that comes, ends or does anything else dissolves the cohort; the next plan gathers a new one.
+Where all that runs decodes, it is taken as one cohort: see cohort.py.
 """
 
 import logging
@@ -18,13 +17,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from lamina.base.log import event, get_logger
 from lamina.memory.lease import Lease, Refused, Wait
 from lamina.memory.ledger import Ledger
 from lamina.memory.tokens import Prompt
-from lamina.schedule.draft import Cohort, Draft, Flight
+from lamina.schedule.cohort import Cohort, Cohorts, is_decode
+from lamina.schedule.draft import Draft, Flight
 from lamina.schedule.grammar import mask_of
 from lamina.schedule.policy import (
     ASK_AGAIN_STEPS,
@@ -37,7 +35,7 @@ from lamina.schedule.policy import (
     turn_of,
 )  # fmt: skip
 from lamina.schedule.request import Request, RequestState, by_turn
-from lamina.schedule.step import UNKNOWN, Decodes, Member, Sample, Slice, Step, StepResult, TokenLogprobs
+from lamina.schedule.step import UNKNOWN, Decodes, Sample, Slice, Step, StepResult, TokenLogprobs
 
 _LOG = get_logger(__name__)
 _UNKNOWN = (UNKNOWN,)
@@ -80,9 +78,7 @@ class Scheduler:
         self._closing: list[tuple[Request, Lease]] = []  # ended or preempted with tokens in flight
         self._free_rows = list(range(max_requests))[::-1]
         self._rows: dict[int, int] = {}  # of running requests: their row in the runtime's tables
-        self._members: dict[int, Member] = {}  # of running requests that have been in a cohort
-        self._cohort: Cohort | None = None
-        self._gathers = checkpoint_interval is None and ledger.decodes.are_alike
+        self.cohorts = Cohorts(ledger.decodes, gathers=checkpoint_interval is None and ledger.decodes.are_alike)
         self.late_results = 0
 
     @property
@@ -172,7 +168,7 @@ class Scheduler:
         Late results, of requests that have ended or lost their memory meanwhile, are counted and dropped.
         """
         flight = self._flights.pop(step.number)
-        cohort = self._cohort
+        cohort = self.cohorts.current
         if cohort is not None and cohort.flight is flight and cohort.ids <= requests.keys():
             return self._apply_cohort(cohort, result)
         if step.decodes is not None:
@@ -267,9 +263,7 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         """The row of a request that stops running is free for another."""
         self._free_rows.append(self._rows.pop(request.id))
-        self._members.pop(request.id, None)
-        if self._cohort is not None and request.id in self._cohort.ids:
-            self._cohort = None
+        self.cohorts.leave(request)
 
     def _plan_prefills(self, running: list[Request], admits: bool, draft: Draft) -> None:
         """Shares the rows that decodes leave among the prefills that run and those that can be admitted, as policy.py says."""
@@ -360,7 +354,7 @@ class Scheduler:
         assert not isinstance(lease, Refused), lease  # checked before it was queued
         self.waiting.remove(request)
         insort(self.running, request, key=by_turn)
-        self._cohort = None
+        self.cohorts.dissolve()
         self._rows[request.id] = self._free_rows.pop()
         request.state = RequestState.RUNNING
         request.lease, request.encoded = lease, None
@@ -435,75 +429,11 @@ class Scheduler:
         return not request.num_pending and lease is not None and lease.in_flight == 0
 
     def _take_cohort(self, draft: Draft) -> bool:
-        """All that runs at once, where each is a decode. False, and nothing has changed, where not, or where memory is short."""
-        if not self._gathers or (self._flights and not self.overlaps):
-            self._cohort = None
+        """All that runs at once, where each is a decode; False where not."""
+        if self._flights and not self.overlaps:
+            self.cohorts.dissolve()
             return False
-        if self._cohort is None or not self._cohort.to_plan:
-            self._cohort = self._gather()
-        cohort, ledger = self._cohort, self.ledger.decodes
-        if cohort is None or len(cohort.members) > draft.budget or not ledger.extend(cohort.leases):
-            self._cohort = None  # they go on one by one
-            return False
-        cohort.to_plan -= 1
-        tokens = cohort.unknown
-        if not any(flight is cohort.flight for flight in self._flights.values()):  # not every token is being drawn
-            tokens = np.array([UNKNOWN if one.num_pending else one.tokens[-1] for one in cohort.requests], np.int32)
-        stops = [lease.position for lease in cohort.leases]
-        for request, stop in zip(cohort.requests, stops, strict=True):
-            request.num_pending += 1
-            if request.peak_position < stop:
-                request.peak_position = stop
-        positions = np.array(stops, np.int32) - 1
-        draft.decodes = Decodes(cohort.members, positions, tokens, ledger.new_blocks(cohort.leases))
-        draft.flight = cohort.flight
-        draft.planned = set(cohort.ids)
-        draft.budget -= len(stops)
-        return True
-
-    def _gather(self) -> Cohort | None:
-        """The cohort there is now; None where anybody has more to do, or nobody anything."""
-        found: list[tuple[Request, Lease, Member]] = []
-        num_steps = 1 << 62
-        for request in reversed(self.running):  # the last to come are the ones with prompts to compute
-            left = request.max_new + len(request.prompt) - len(request.tokens) - request.num_pending
-            if left <= 0:
-                continue  # its last token is being drawn
-            if request.thoughts is not None:
-                until = request.thoughts.tokens - request.max_new + left
-                if until == 0:
-                    return None  # the next token may be forced
-                left = min(left, until) if until > 0 else left
-            member = self._members.get(request.id)
-            if member is None:
-                if not self._is_decode(request):
-                    return None
-                lease, params = request.lease, request.params
-                assert lease is not None
-                member = self._members[request.id] = Member(
-                    request.id, self._rows[request.id], lease.slot, lease.write_from, lease.valid_from, params, request.seed,
-                    request.child, len(request.prompt),
-                )  # fmt: skip
-            assert request.lease is not None
-            found.append((request, request.lease, member))
-            num_steps = min(num_steps, left)
-        if not found:
-            return None
-        found.reverse()
-        requests, leases, members = zip(*found, strict=True)
-        return Cohort(members, list(requests), list(leases), num_steps)
-
-    def _is_decode(self, request: Request) -> bool:
-        """Whether the token drawn last is all that the request has to compute, and nothing is special about drawing the next."""
-        lease, num_prompt = request.lease, len(request.prompt)
-        assert lease is not None
-        start = lease.position
-        if start < num_prompt or start != len(request.tokens) + request.num_pending - 1 or start < lease.write_from:
-            return False
-        if start + 1 == lease.junction or request.awaits_ids:
-            return False
-        num_output = start + 1 - num_prompt
-        return num_output >= request.params.min_tokens and not request.is_limit(num_output)
+        return self.cohorts.take(self.running, self._rows, self._flights.values(), draft)
 
     def _take_decode(self, request: Request, draft: Draft) -> bool:
         """The short way of `_extend` and `_take`: the token drawn last of a request that has nothing else to compute.
@@ -512,7 +442,7 @@ class Scheduler:
         """
         lease = request.lease
         assert lease is not None
-        if self.checkpoint_interval is not None or not self._is_decode(request) or not self.ledger.extend(lease, 1):
+        if self.checkpoint_interval is not None or not is_decode(request) or not self.ledger.extend(lease, 1):
             return False
         start, num_pending, params = lease.position - 1, request.num_pending, request.params
         num_output = start + 1 - len(request.prompt)

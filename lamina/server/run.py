@@ -20,6 +20,7 @@ from lamina.engine.client import EngineClient
 from lamina.engine.text import load_codec
 from lamina.engine.wire import Progress, Ready
 from lamina.models.chats import chat_format
+from lamina.models.files import CONFIG, read_file
 from lamina.server import ui
 from lamina.server.app import make_app
 from lamina.server.protocol import protocol_for
@@ -46,10 +47,12 @@ class _WebServer(uvicorn.Server):
 
 
 def find_chat_format(directory: Path, template: Path | None, name: str | None) -> ChatFormat | None:
-    """The chat format of a checkpoint's directory, None if it has none. Raises ConfigError."""
-    path = directory / "config.json"
+    """The chat format of a checkpoint, None if it has none. Raises ConfigError."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Config)
+        config = read_file(directory, CONFIG)
+        if config is None:
+            raise ConfigError("model", str(directory), f"a directory with a readable {CONFIG}")
+        found = msgspec.json.decode(config, type=_Config)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("model", str(directory), f"a directory with a readable config.json ({error})") from None
     return chat_format(found.model_type, directory, template, name)

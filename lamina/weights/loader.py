@@ -51,6 +51,10 @@ class StoredTensor:
 class TensorSource(Protocol):
     """What a model takes its weights from; each tensor once."""
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor, taken or not."""
+        ...
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """In fp32."""
         ...
@@ -77,22 +81,81 @@ class _Source:
     shape: tuple[int, ...]
 
 
+class TensorFiles(Protocol):
+    """The files that a checkpoint's tensors lie in."""
+
+    @property
+    def plain(self) -> frozenset[str]:
+        """Element types that `read` gives as floating-point values in the stored shape."""
+        ...
+
+    def tensors(self) -> list[Stored]:
+        """All of them, from headers alone."""
+        ...
+
+    def read(self, stored: Stored, place: Place) -> Tensor:
+        """The stored elements of `place`, possibly a view of the mapped file: not to be written or kept."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        ...
+
+
+class SafetensorsFiles:
+    """`TensorFiles` of a directory."""
+
+    plain = frozenset(_PLAIN)
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._shards: dict[Path, safe_open] = {}
+
+    def tensors(self) -> list[Stored]:
+        """All of them; see `headers.list_stored`."""
+        return list_stored(self._directory)
+
+    def read(self, stored: Stored, place: Place) -> Tensor:
+        """The elements as they are stored."""
+        try:
+            if stored.path not in self._shards:
+                self._shards[stored.path] = safe_open(stored.path, framework="pt", device="cpu")
+            if place.index is None:
+                whole: Tensor = self._shards[stored.path].get_tensor(stored.name)
+                return whole
+            part: Tensor = self._shards[stored.path].get_slice(stored.name)[
+                place.index : place.index + 1, place.start : place.stop
+            ]
+            return part.squeeze(0)
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise WeightError(f"tensor {stored.name!r} cannot be read from {stored.path.name}: {reason}") from None
+
+    def close(self) -> None:
+        """Unmaps them."""
+        self._shards.clear()
+
+
 class Checkpoint:
     """The tensors of `directory` under the canonical names of `scheme`, read one at a time.
 
     Opening reads headers only. `on_tensor(done, total)` is called after each tensor, scales included, that is not ignored.
+    files  where they lie: by default the safetensors of `directory`.
     Raises WeightError, in one line, for files that are missing, damaged, pickled or name a tensor twice.
     """
 
-    def __init__(self, directory: Path, scheme: NameScheme, on_tensor: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, directory: Path, scheme: NameScheme, on_tensor: Callable[[int, int], None] | None = None,
+        files: TensorFiles | None = None,
+    ) -> None:  # fmt: skip
         self._directory = directory
+        self._files = SafetensorsFiles(directory) if files is None else files
         self._scheme = scheme
         self._on_tensor = on_tensor
         self._sources: dict[str, _Source] = {}
         self._used: set[str] = set()
-        self._shards: dict[Path, safe_open] = {}
         ignored: list[int] = []
-        tensors = list_stored(directory)
+        tensors = self._files.tensors()
         for stored, name in zip(tensors, scheme.rename_all(tensor.name for tensor in tensors), strict=True):
             if scheme.is_ignored(name):
                 ignored.append(stored.nbytes)
@@ -105,7 +168,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._shards.clear()
+        self._files.close()
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds the canonical tensor `name`, taken or not; ignored ones it does not."""
@@ -127,7 +190,7 @@ class Checkpoint:
         elif stored.dtype == "F8_E4M3" and len(shape) == 2:
             expected = (-(-shape[0] // _FP8_BLOCK), -(-shape[1] // _FP8_BLOCK))
             values = dequantise_fp8_weight(self._read(source), self._take_scale(name, expected, "F8_E4M3"), _FP8_BLOCK)
-        elif stored.dtype in _PLAIN:
+        elif stored.dtype in self._files.plain:
             values = self._read(source).to(torch.float32, copy=True)
         else:
             raise _unexpected(name, "F32, BF16, F16, or an F8_E4M3 or packed FP4 matrix", source)
@@ -155,7 +218,7 @@ class Checkpoint:
                 raise WeightError(f"tensor {name!r}: expected finite values, found an infinity or a NaN")
             taken = StoredTensor("fp8", codes, scales if scales.dtype == torch.float32 else e8m0_to_fp32(scales))
             _check_finite(name, taken.scales)
-        elif stored.dtype in _PLAIN:
+        elif stored.dtype in self._files.plain:
             values = self._read(source)
             taken = StoredTensor("plain", values.float() if stored.dtype == "F16" else values)
             _check_finite(name, values)
@@ -180,7 +243,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Closes the files. WeightError, with the count and up to five names, if a tensor that is not ignored was never taken."""
-        self._shards.clear()
+        self._files.close()
         unused = [name for name in self._sources if name not in self._used]
         if unused:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
@@ -210,12 +273,13 @@ class Checkpoint:
         return dequantise_fp4_weight(packed, ones, _FP4_BLOCK) * scale.repeat_interleave(_FP4_BLOCK, dim=1)
 
     def _fp4_parts(self, name: str, source: _Source, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Packed codes u8 [rows, columns/2] and their scales [rows, columns/32], fp32 or e8m0 as u8."""
+        """Packed codes u8 [rows, columns/2], stored so or as [rows, columns/32, 16], and their scales, fp32 or e8m0 as u8."""
         rows, columns = shape
-        if columns % _FP4_BLOCK or source.shape != (rows, columns // 2):
+        blocks = (rows, columns // _FP4_BLOCK, _FP4_BLOCK // 2)
+        if columns % _FP4_BLOCK or source.shape not in ((rows, columns // 2), blocks):
             raise _unexpected(name, f"packed FP4 {[rows, columns // 2]} for {list(shape)}", source)
         scale = self._take_scale(name, (rows, columns // _FP4_BLOCK), "packed FP4")
-        return self._read(source).view(torch.uint8), scale
+        return self._read(source).view(torch.uint8).reshape(rows, columns // 2), scale
 
     def _take_scale(self, weight: str, shape: tuple[int, ...], kind: str) -> Tensor:
         """The scales of `weight`: fp32, or e8m0 as u8."""
@@ -235,20 +299,7 @@ class Checkpoint:
 
     def _read(self, source: _Source) -> Tensor:
         """The stored elements, possibly a view of the mapped file: not to be written or kept."""
-        stored, place = source.stored, source.place
-        try:
-            if stored.path not in self._shards:
-                self._shards[stored.path] = safe_open(stored.path, framework="pt", device="cpu")
-            if place.index is None:
-                whole: Tensor = self._shards[stored.path].get_tensor(stored.name)
-                return whole
-            part: Tensor = self._shards[stored.path].get_slice(stored.name)[
-                place.index : place.index + 1, place.start : place.stop
-            ]
-            return part.squeeze(0)
-        except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise WeightError(f"tensor {stored.name!r} cannot be read from {stored.path.name}: {reason}") from None
+        return self._files.read(source.stored, source.place)
 
     def _report(self) -> None:
         if self._on_tensor is not None:

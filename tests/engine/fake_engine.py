@@ -1,13 +1,17 @@
-"""The engine's process with a model that takes no time: `python fake_engine.py [--step-ms MS] [--poison ID] ADDRESS`.
+"""The engine's process with a model that takes no time: `python fake_engine.py [OPTIONS] ADDRESS`.
 
 All but the model is real: socket, loop, scheduler, ledger, and the layout of the checkpoint that is named. Each step draws a
-token for each running request, which depends on its place in the answer alone and never ends it. A step that computes the
-token `--poison` raises.
+token for each running request, which depends on its place in the answer alone and never ends it.
+
+    --step-ms MS   what a step takes.
+    --poison ID    a step that computes this token raises.
+    --script FILE  a JSON list of answers, lists of token ids: a request's seed says which one it gets.
 """
 
 import argparse
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +31,12 @@ def token_at(place: int, vocab_size: int) -> int:
 
 
 class InstantRunner:
-    """Executes steps in no time, or in `step_s` each; one that computes the token `poison` fails."""
+    """Executes steps in no time, or in `step_s` each; one that computes the token `poison` fails. script  answers by seed."""
 
     overlaps = False
 
-    def __init__(self, vocab_size: int, step_s: float, poison: int | None) -> None:
-        self._step_s, self._poison = step_s, poison
+    def __init__(self, vocab_size: int, step_s: float, poison: int | None, script: Sequence[Sequence[int]] = ()) -> None:
+        self._step_s, self._poison, self._script = step_s, poison, script
         self._tokens = [token_at(place, vocab_size) for place in range(PERIOD)]
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -53,7 +57,10 @@ class InstantRunner:
             places = [item.num_output for item in step.samples]
             params = [item.params for item in step.samples]
             prompts = tuple(_prompt_rows(part) for part in step.slices)
-        tokens = tuple([self._tokens[place % PERIOD] for place in places])
+        if self._script:
+            tokens = tuple([self._script[one.seed or 0][place] for place, one in zip(places, params, strict=True)])
+        else:
+            tokens = tuple([self._tokens[place % PERIOD] for place in places])
         return StepResult(tokens, tuple(map(_row_for, tokens, params)), prompts)
 
 
@@ -72,13 +79,16 @@ def _prompt_rows(part: Slice) -> tuple[TokenLogprobs, ...]:
 class InstantWorker(Worker):
     """Knows a checkpoint's layout and limits, and reads no weights."""
 
-    def __init__(self, directory: Path, config: EngineConfig, step_s: float = 0.0, poison: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, config: EngineConfig, step_s: float = 0.0, poison: int | None = None,
+        script: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
         super().__init__(directory, config)
-        self._step_s, self._poison = step_s, poison
+        self._step_s, self._poison, self._script = step_s, poison, script
 
     def load(self, on_tensor: Callable[[int, int], None] | None = None, max_model_len: int | None = None) -> None:
         """Nothing but the runner."""
-        self.runner = InstantRunner(self.vocab_size, self._step_s, self._poison)
+        self.runner = InstantRunner(self.vocab_size, self._step_s, self._poison, self._script)
         if on_tensor is not None:
             on_tensor(1, 1)
 
@@ -89,10 +99,10 @@ class InstantWorker(Worker):
 
 def make_engine(
     config: EngineConfig, on_tensor: Callable[[int, int], None], on_warmup: Callable[[int, int], None], step_s: float = 0.0,
-    poison: int | None = None,
+    poison: int | None = None, script: Sequence[Sequence[int]] = (),
 ) -> Engine:  # fmt: skip
     """An engine over an InstantWorker."""
-    make_worker = partial(InstantWorker, step_s=step_s, poison=poison)
+    make_worker = partial(InstantWorker, step_s=step_s, poison=poison, script=script)
     return Engine(config, on_tensor, on_warmup, has_text=False, make_worker=make_worker)
 
 
@@ -100,6 +110,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--poison", type=int)
+    parser.add_argument("--script", type=Path)
     parser.add_argument("address")
     args = parser.parse_args()
-    leave(main([args.address], partial(make_engine, step_s=args.step_ms / 1000, poison=args.poison)))
+    script = () if args.script is None else json.loads(args.script.read_text())
+    leave(main([args.address], partial(make_engine, step_s=args.step_ms / 1000, poison=args.poison, script=script)))

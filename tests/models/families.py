@@ -5,7 +5,7 @@ Each file `family_*.py` beside this one has RECIPES: name -> Recipe.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +31,11 @@ class Recipe:
     config     name of the class in Transformers; values  its fields.   model  name of the class, AutoModelForCausalLM if empty.
     borders    lengths around which something changes (windows, chunks): each is tried at -1, 0 and +1.
     exact      the bits of an answer never depend on cuts and company; else logits agree to TOLERANCE.
+    text       attribute of the model that answers, where the model itself does not.
     cache      of the engine; in fp32, because Transformers keeps keys and values so.   seed  of weights and prompts.
     scale      of every random matrix, beside 1 / sqrt(width).   fixed  name parts of parameters that keep their first values.
     budgets    tokens of a step that are tried.   llm  other settings of the engine.
+    edit       changes the model and the files that it saved, where a release is unlike what Transformers writes.
     """
 
     config: str
@@ -44,9 +46,11 @@ class Recipe:
     cache: str = "64MiB"
     seed: int = 0
     scale: float = 1.0
+    text: str = ""
     fixed: tuple[str, ...] = ()
     budgets: tuple[int, ...] = (1, 3, 7, 64, 129)
     llm: dict[str, object] = field(default_factory=dict)
+    edit: Callable[[nn.Module, Path], None] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -89,6 +93,9 @@ def build(recipe: Recipe) -> nn.Module:
                 values.copy_(noise)
             else:
                 values.copy_(noise * recipe.scale * values.shape[-1] ** -0.5)
+        for name, values in model.state_dict().items():
+            if name.endswith("_correction_bias"):  # of a router; a buffer
+                values.add_(0.2 * torch.randn(values.shape, generator=generator))
     return model
 
 
@@ -111,7 +118,10 @@ class Bench:
         self.driving, self.recipe, self.directory = driving, recipe, directory
         self.model = build(recipe)
         self.model.save_pretrained(directory)
-        self.vocab_size = int(str(recipe.values["vocab_size"]))
+        if recipe.edit is not None:
+            with torch.no_grad():
+                recipe.edit(self.model, directory)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr]
         settings: dict[str, object] = {"cache_format": "fp32", "index_format": "fp32", "cache_bytes": recipe.cache} | recipe.llm
         self.engine = LLM(str(directory), **settings).engine  # type: ignore[arg-type]
         self.full_budget = self.engine.scheduler.max_step_tokens
@@ -144,7 +154,7 @@ class Bench:
         """Transformers' logits [T, V]."""
         key = tuple(ids)
         if key not in self.known:
-            self.known[key] = logits_of(self.model, ids)
+            self.known[key] = logits_of(self.model.get_submodule(self.recipe.text), ids)
         return self.known[key]
 
     def check(self, group: Group) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina.ops.experts import experts, swiglu
+from lamina.ops.experts import Gating, experts, swiglu
 
 
 def one(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: float = 1.0) -> Tensor:
@@ -99,3 +99,27 @@ def test_strided_rows() -> None:
         experts(wide[:, 16:32], chosen, weights, gate_up, down, 1.0),
         experts(wide[:, 16:32].contiguous(), chosen, weights, gate_up, down, 1.0),
     )
+
+
+@pytest.mark.parametrize("weighs_input", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_other_gates(weighs_input: bool, has_biases: bool) -> None:
+    """A steeper sigmoid, a shifted `up`, biases, and weights that multiply what an expert reads."""
+    gate_up, down = weights_of(5, 24, 16, 8)
+    generator = torch.Generator().manual_seed(9)
+    x, weights = torch.randn(12, 24, generator=generator), torch.rand(12, 2, generator=generator)
+    chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(12)])
+    first, second = torch.randn(5, 32, generator=generator), torch.randn(5, 24, generator=generator)
+    gating = Gating(1.702, 1.0, (first, second) if has_biases else None, weighs_input)
+    found = experts(x, chosen, weights, gate_up, down, 0.8, 4, gating)
+    expected = torch.zeros(12, 24, dtype=torch.float64)
+    for row in range(12):
+        for expert, weight in zip(chosen[row].tolist(), weights[row].double(), strict=True):
+            inner = gate_up[expert].double() @ (x[row].double() * (weight if weighs_input else 1)) + first[expert] * has_biases
+            gate, up = inner.chunk(2)
+            gate, up = gate.clamp(max=0.8), up.clamp(-0.8, 0.8)
+            out = down[expert].double() @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + second[expert] * has_biases
+            expected[row] += out * (1 if weighs_input else weight)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    one = experts(x[3:4], chosen[3:4], weights[3:4], gate_up, down, 0.8, 4, gating)
+    assert torch.equal(one, experts(x[3:4], chosen[3:4], weights[3:4], gate_up, down, 0.8, 8, gating))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lamina.ops.route import route, route_by_table
+from lamina.ops.route import route, route_by_table, route_chosen
 
 
 def test_golden_values() -> None:
@@ -78,3 +78,14 @@ def test_bits_do_not_depend_on_the_number_of_rows() -> None:
     for start, stop in ((0, 1), (7, 8), (3, 20), (100, 301)):
         part = route(logits[start:stop].clone(), bias, 4, 1.5)
         assert torch.equal(part[0], chosen[start:stop]) and torch.equal(part[1], weights[start:stop])
+
+
+def test_the_best_logits_are_weighed_alone_or_together() -> None:
+    """Sigmoids so large that they are all 1 do not choose."""
+    logits = torch.tensor([[30.0, -1.0, 40.0, 35.0], [0.5, 0.5, -2.0, 0.5]])
+    chosen, weights = route_chosen(logits, 2, True)
+    assert chosen.tolist() == [[2, 3], [0, 1]]
+    torch.testing.assert_close(weights, torch.sigmoid(logits.gather(1, chosen)))
+    same, shares = route_chosen(logits, 2)
+    assert torch.equal(same, chosen)
+    torch.testing.assert_close(shares, torch.softmax(logits.gather(1, chosen), dim=1))

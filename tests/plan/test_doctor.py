@@ -19,8 +19,8 @@ from lamina.base.errors import LaminaError, WeightError
 from lamina.base.sizes import GiB, KiB, MiB
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import make_layout
-from lamina.models import registry
-from lamina.models.checkpoints import CHECKPOINTS
+from lamina.models import families, registry
+from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices
 from lamina.models.families import describe
 from lamina.models.needed import Needed
@@ -112,7 +112,7 @@ def taken(directory: Path) -> list[Needed]:
 
 
 def test_every_family_that_runs_can_be_examined() -> None:
-    assert set(CHECKPOINTS) == set(registry._FAMILIES)
+    assert set(registry._MODELS) | set(families.NETWORKS) == RUNNING
 
 
 @pytest.mark.parametrize("shape", ["flash", "pro", "bench"])
@@ -120,8 +120,8 @@ def test_every_family_that_runs_can_be_examined() -> None:
 def test_needed_is_what_the_model_takes(tiny_of: TinyOf, shape: str, file_format: str) -> None:
     directory = tiny_of(shape, file_format)
     values = read_config(directory)
-    contents = CHECKPOINTS[str(values["model_type"])]
-    needed, loaded = list(contents.needed(values)), taken(directory)
+    contents = contents_of(values)
+    needed, loaded = list(contents.needed(frozenset())), taken(directory)
     assert len(needed) == len(loaded) and set(needed) == set(loaded)
     assert contents.names is registry.blueprint(values, "fp8", "fp4").names
     report = examined(directory)
@@ -135,7 +135,7 @@ def test_needed_is_what_random_models_take(checkpoint_of: Callable[[str], Path],
     for name in vars(random_models)["RECIPES"]:
         directory = checkpoint_of(name)
         values = read_config(directory)
-        needed, loaded = list(CHECKPOINTS[str(values["model_type"])].needed(values)), taken(directory)
+        needed, loaded = list(contents_of(values).needed(frozenset())), taken(directory)
         assert len(needed) == len(loaded) and set(needed) == set(loaded)
         assert examined(directory, tokenizer=TokenizerFound()).is_yes
 
@@ -501,7 +501,7 @@ def test_shipped_configs(path: Path, tmp_path: Path) -> None:
     model_type = read_config(tmp_path)["model_type"]
     assert not report.is_yes and report.model is not None
     model = report.model
-    assert model.is_known and model.runs == (model_type in CHECKPOINTS)
+    assert model.is_known and model.runs == (model_type in RUNNING)
     assert any("can be planned" in reason for reason in report.reasons) != model.runs
     assert any("holds neither" in reason for reason in report.reasons)
     assert model.num_params is not None and model.planned_bytes is not None and model.capacity is not None
@@ -509,16 +509,18 @@ def test_shipped_configs(path: Path, tmp_path: Path) -> None:
     assert model.capacity.most_tokens <= layout.most_tokens(GiB // layout.page_bytes, model.max_positions or 0) + 1
 
 
-def test_sizes_of_planned_families_are_compared(tmp_path: Path) -> None:
+def test_sizes_of_planned_families_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
-        "model_type": "falcon_h1", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 2048,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16,
+        "model_type": "paper", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 2048,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
+    monkeypatch.setitem(families.FAMILIES, "paper", families.FAMILIES["llama"])
     (tmp_path / "config.json").write_text(json.dumps(values))
     planned = sum(part.nbytes for part in describe(values).weights)
     save_file({"all": torch.zeros(planned // 2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     report = examined(tmp_path)
-    assert report.reasons == ("falcon_h1 can be planned (`lamina plan`) but not run by this version, which runs deepseek_v4",)
+    (reason,) = report.reasons
+    assert reason.startswith("paper can be planned (`lamina plan`) but not run by this version, which runs ")
     assert not any("implies" in limit for limit in report.limits)
     save_file({"all": torch.zeros(planned, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     assert any("config.json implies" in limit for limit in examined(tmp_path).limits)

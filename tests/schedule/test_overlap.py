@@ -275,7 +275,7 @@ def test_a_cohort_plans_what_its_requests_would_one_by_one(depth: int) -> None:
     """Requests come and end at any time, four run at once, and memory is short for some steps: the steps are equal."""
     layout = shapes.tiny()
     runs = [Overlapping(layout, 3 * layout.peak_pages(40), 40, True, None) for _ in range(2)]
-    runs[1].scheduler._gathers = False
+    runs[1].scheduler.cohorts.gathers = False
     for number in range(10):
         for run in runs:
             run.scheduler.overlaps = depth > 1

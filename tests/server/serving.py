@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,11 +103,11 @@ class Served:
 
 def start(
     directory: Path | None, *flags: str, key: str | None = None, environment: dict[str, str] | None = None,
-    seconds: float = _START_S,
+    seconds: float = _START_S, program: Sequence[str] = ("-m", "lamina", "serve"),
 ) -> Served:  # fmt: skip
     """Starts a server on a free port and waits until it is ready."""
     descriptor, name = tempfile.mkstemp(prefix="lamina-serve-", suffix=".log")
-    command = [sys.executable, "-m", "lamina", "serve", *([str(directory)] if directory else []), "--port", "0", *flags]
+    command = [sys.executable, *program, *([str(directory)] if directory else []), "--port", "0", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with os.fdopen(descriptor, "wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

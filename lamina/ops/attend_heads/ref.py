@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.ops.gemm import padded_rows
-from lamina.ops.sequences import TILE, Piece, Sequences, make_tails
+from lamina.ops.gemm import batched_linear, padded_rows
+from lamina.ops.sequences import TILE, Piece, Sequences, Tile, make_tails
 from lamina.ops.store import KeyValueCodec, Store
 
 #: up to so many columns tiles take them in steps of TILE, beyond in steps of an eighth of the power of two below
 _FINE_COLUMNS = 512
+#: so many elements of selected rows are gathered at once
+_GATHERED = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class HeadsCase:
     heads, kv_heads  H and K.   scale  of the scores.   softcap  cap * tanh(score / cap), 0 none.
     window  tokens that a query sees, its own included; None all.   reset  it sees none before the last multiple of this.
     sinks   [H] fp32 logits without a value, or None.
+    top_k   a query that sees more tokens attends to so many of them, which are selected for it; None all. For logs alone.
     """
 
     heads: int
@@ -39,6 +43,7 @@ class HeadsCase:
     reset: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +105,35 @@ class _Plan:
     singles: tuple[_SinglePlan, ...]
 
 
-def attend_heads(q: Tensor, own: tuple[Tensor, ...], past: Past, case: HeadsCase, sequences: Sequences) -> Tensor:
+def attend_heads(
+    q: Tensor, own: tuple[Tensor, ...], past: Past, case: HeadsCase, sequences: Sequences, selected: Tensor | None = None
+) -> Tensor:
     """Softmax attention of each query over the keys that it sees.
 
     q      [T, H, Dk] fp32.   own  the step's rows as stored, one tensor [T, ...] a field; rows of a log are in the log already.
+    selected  [T, case.top_k] int64 positions of a log, ascending, of queries that see more than top_k; no other row is read.
     Returns  [T, H, Dv] fp32; rows of padding are zeros.
     """
     out = torch.zeros(q.shape[0], case.heads, past.codec.value_dim, dtype=torch.float32, device=q.device)
-    plan = sequences.remember(("attend_heads", case.window, case.reset), lambda: _plan(case, sequences))
+    plan = sequences.remember(("attend_heads", case.window, case.reset, case.top_k), lambda: _plan(case, sequences))
     q = q * case.scale
     for longer in plan.longer:
         _attend_longer(q, own, past, case, sequences, longer, out)
     for single in plan.singles:
         _attend_singles(q, own, past, case, sequences, single, out)
+    if case.top_k is not None and sequences.longest > case.top_k:
+        assert selected is not None and past.store.place.kind == "block"
+        _attend_selected(q, past, case, sequences, selected, out)
     return out
 
 
 def store_rows(own: tuple[Tensor, ...], past: Past, sequences: Sequences) -> None:
     """Keeps the step's rows, [T, ...] a field: in a log those that are not there yet, in a window the last ones."""
-    store = past.store
+    keep_rows(own, past.store, sequences)
+
+
+def keep_rows(own: tuple[Tensor, ...], store: Store, sequences: Sequences) -> None:
+    """The same for rows that are no keys and values."""
     rows, pages, where = sequences.remember(("places", store.place, store.rows_per_page), lambda: _places(store, sequences))
     if rows.shape[0]:
         store.write(pages, where, tuple(part.index_select(0, rows) for part in own))
@@ -156,8 +171,11 @@ def _low(position: int, case: HeadsCase, piece: Piece) -> int:
 def _plan(case: HeadsCase, sequences: Sequences) -> _Plan:
     device = sequences.positions.device
     longer = []
-    for tiles in sequences.longer:
-        piece = sequences.pieces[tiles[0].sequence]
+    for whole in sequences.longer:
+        piece = sequences.pieces[whole[0].sequence]
+        tiles = _seeing_all(whole, piece, case.top_k)
+        if not tiles:
+            continue
         ranges = [_range(tile.index, case.window, case.reset) for tile in tiles]
         base = min(each.base for each in ranges)
         stop = max(each.base + each.columns for each in ranges)
@@ -173,11 +191,30 @@ def _plan(case: HeadsCase, sequences: Sequences) -> _Plan:
         longer.append(_LongerPlan(piece, tiles[0].sequence, base, stop - base, low, tuple(parts)))
     alike: dict[int, list[tuple[int, _Range]]] = {}
     for sequence, piece in enumerate(sequences.pieces):
-        if piece.stop - piece.start == 1:
+        if piece.stop - piece.start == 1 and (case.top_k is None or piece.stop <= case.top_k):
             look = _range(piece.start // TILE, case.window, case.reset)
             alike.setdefault(look.columns, []).append((sequence, look))
     singles = [_single(case, sequences, columns, members) for columns, members in alike.items()]
     return _Plan(tuple(longer), tuple(singles))
+
+
+def _seeing_all(tiles: tuple[Tile, ...], piece: Piece, top_k: int | None) -> tuple[Tile, ...]:
+    """The rows of tiles that attend to all that they see: those that see no more than `top_k`."""
+    if top_k is None:
+        return tiles
+    counts = [min(tile.count, top_k - piece.start - tile.row + piece.first_row) for tile in tiles]
+    return tuple(Tile(tile.sequence, tile.row, count, tile.index) for tile, count in zip(tiles, counts, strict=True) if count > 0)
+
+
+def _selecting(top_k: int, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """The rows [R] that see more than `top_k`, and their rows [R] of the block tables."""
+    found = [
+        (piece.first_row + position - piece.start, piece.table_row)
+        for piece in sequences.pieces
+        for position in range(max(piece.start, top_k), piece.stop)
+    ]
+    rows, tables = torch.tensor(found, dtype=torch.int64, device=sequences.positions.device).reshape(-1, 2).unbind(1)
+    return rows, tables
 
 
 def _single(case: HeadsCase, sequences: Sequences, columns: int, members: Sequence[tuple[int, _Range]]) -> _SinglePlan:
@@ -248,7 +285,7 @@ def _rows(
     base, columns, low = span
     piece, store = sequences.pieces[sequence], past.store
     in_log = store.place.kind == "block"
-    stop = piece.stop if in_log else piece.start
+    stop = min(piece.stop, base + columns) if in_log else piece.start
     low = min(max(low, base), stop)
     old = _stored(store, sequence, sequences, low, stop) if low < stop else [[] for _ in store.views]
     found = []
@@ -335,6 +372,27 @@ def _attend_singles(
     out.index_copy_(0, single.rows, found.flatten(1, 2))
 
 
+def _attend_selected(q: Tensor, past: Past, case: HeadsCase, sequences: Sequences, selected: Tensor, out: Tensor) -> None:
+    """Queries that see more than they attend to: each gathers the rows that were selected for it, in whole multiples of 64."""
+    store, size, top_k = past.store, past.store.rows_per_page, selected.shape[1]
+    rows, owners = sequences.remember(("selecting", top_k), lambda: _selecting(top_k, sequences))
+    spare = -top_k % TILE
+    hidden = (torch.arange(top_k + spare, device=q.device) >= top_k)[None, None, None]
+    row_elements = sum(view.shape[2] for view in store.views)
+    at_once = max(1, _GATHERED // ((top_k + spare) * row_elements))
+    for first in range(0, rows.shape[0], at_once):
+        part, table = rows[first : first + at_once], owners[first : first + at_once]
+        where = F.pad(selected[part], (0, spare))
+        pages, where = sequences.tables[table[:, None], where // size], where % size
+        keys, values = past.codec.keys_values(tuple(view[pages, where] for view in store.views))  # [B, k, K, D]
+        queries = q[part].view(part.shape[0], case.kv_heads, 1, -1, q.shape[2])
+        found = out.new_empty(part.shape[0], case.kv_heads, case.heads // case.kv_heads, out.shape[2])
+        for head in range(case.kv_heads):
+            of_head = keys[:, :, head].transpose(1, 2), values[:, :, head]
+            found[:, head] = _attend(queries[:, head], *of_head, hidden, _of_head(case, head), sequences.row_multiple)[:, 0]
+        out.index_copy_(0, part, found.flatten(1, 2))
+
+
 def _of_head(case: HeadsCase, head: int) -> HeadsCase:
     """The case of the query heads of one key/value head."""
     if case.sinks is None:
@@ -367,7 +425,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, case: Heads
         real = real.sub_(peak).exp_()
         real.div_(real.sum(-1, keepdim=True) + torch.exp(sinks - peak))
         weights = scores
-    return torch.bmm(weights, values).view(batch, num, group, -1)[:, :count]
+    return batched_linear(weights, values).view(batch, num, group, -1)[:, :count]
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:

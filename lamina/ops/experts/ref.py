@@ -1,5 +1,7 @@
 """The definition, in plain PyTorch; fp32. Source: DeepSeek-V4 experts (clamp before silu, routing weight before `down`)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,21 +12,58 @@ from lamina.ops.quantise import dequantise_fp4, dequantise_fp8, quantise_fp8
 _ACTIVATION_BLOCK = 128
 
 
-def swiglu(x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
-    """x [N, D], gate_up [2I, D] (gate rows first), down [D, I], weight [N, 1] or None, limit 0 = no clamp -> [N, D] fp32."""
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    if limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    # not F.silu: its vector body and scalar tail give different bits
-    act = (gate / torch.exp(-gate).add_(1)).mul_(up)
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """What an expert computes: down(weight * gate * sigmoid(alpha * gate) * (up + shift)), with a clamp as the op says.
+
+    biases  of gate_up [E, 2I] and of down [E, D]; the weight multiplies the second too.
+    weighs_input  the routing weight multiplies what the expert reads instead.   Source: gpt-oss; Llama 4.
+    ungated  relu2 or silu: down(weight * ungated(up)), and gate_up has the rows of `up` alone.   Source: Nemotron-H.
+    """
+
+    alpha: float = 1.0
+    shift: float = 0.0
+    biases: tuple[Tensor, Tensor] | None = None
+    weighs_input: bool = False
+    ungated: str | None = None
+
+
+_PLAIN = Gating()
+
+
+def swiglu(
+    x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None, gating: Gating = _PLAIN, expert: int = 0
+) -> Tensor:
+    """x [N, D], gate_up [2I, D] (gate rows first), down [D, I], weight [N, 1] or None, limit 0 = no clamp -> [N, D] fp32.
+
+    expert  which of the biases are its.
+    """
+    if gating.weighs_input and weight is not None:
+        x, weight = x * weight, None
+    both = linear(x, gate_up)
+    if gating.biases is not None:
+        both = both + gating.biases[0][expert]
+    if gating.ungated is not None:
+        act = both.clamp(min=0).square_() if gating.ungated == "relu2" else both / torch.exp(-both).add_(1)
+    else:
+        gate, up = both.chunk(2, dim=-1)
+        if limit > 0:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        # not F.silu: its vector body and scalar tail give different bits
+        act = (gate / torch.exp(gate * -gating.alpha).add_(1)).mul_(up + gating.shift if gating.shift else up)
     if weight is not None:
         act.mul_(weight)
-    return linear(act.to(x.dtype), down)
+    out = linear(act.to(x.dtype), down)
+    if gating.biases is not None:
+        bias = gating.biases[1][expert]
+        out = out + (bias if weight is None else bias * weight)
+    return out
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float, row_multiple: int = 1
-) -> Tensor:
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float, row_multiple: int = 1,
+    gating: Gating = _PLAIN,
+) -> Tensor:  # fmt: skip
     """Sum over each token's experts, added in ascending expert order.
 
     x [T, D].   chosen [T, k] int64.   weights [T, k] fp32.   gate_up [E, 2I, D], down [E, D, I] fp32.
@@ -43,7 +82,8 @@ def experts(
             inputs, weight = x.new_zeros(num, x.shape[1]), share.new_zeros(num, 1)
             inputs[: len(own)] = x.index_select(0, rows)
             weight[: len(own)] = share.index_select(0, at)
-            out.index_add_(0, rows, swiglu(inputs, gate_up[expert], down[expert], limit, weight)[: len(own)])
+            found = swiglu(inputs, gate_up[expert], down[expert], limit, weight, gating, expert)
+            out.index_add_(0, rows, found[: len(own)])
     return out
 
 

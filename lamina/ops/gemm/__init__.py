@@ -1,6 +1,7 @@
 """Matrix products with a stored weight [out, in].
 
 linear(x, weight)        [rows, in] x [out, in] -> [rows, out] fp32.
+batched_linear(x, m)     [B, rows, in] x [B, in, out] -> [B, rows, out] fp32; never fewer than MIN_COLUMNS columns inside.
 prepared(weight)         the same weight in the order of bytes that products read fastest; done once, at load.
 padded_rows(n, m)        rows to give a product so that no row's bits depend on how many others there are.
 stable_row_multiple(s)   start-up search for that m on this machine.
@@ -16,6 +17,8 @@ On GPUs: `triton.py`, which needs Triton.
 """
 
 from lamina.ops.gemm.ref import (
+    MIN_COLUMNS,
+    batched_linear,
     grouped_linear,
     linear,
     linear_stored,
@@ -28,9 +31,11 @@ from lamina.ops.gemm.ref import (
 from lamina.ops.gemm.stored import Activation, GemmCase, StoredWeight, empty_activation
 
 __all__ = [
+    "MIN_COLUMNS",
     "Activation",
     "GemmCase",
     "StoredWeight",
+    "batched_linear",
     "empty_activation",
     "grouped_linear",
     "linear",

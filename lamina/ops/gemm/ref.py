@@ -41,6 +41,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def batched_linear(x: Tensor, columns: Tensor) -> Tensor:
+    """x [B, n, in], columns [B, in, out] fp32 -> [B, n, out]; below 16 columns with zeros beside them, as `prepared` says."""
+    out = columns.shape[2]
+    if out >= MIN_COLUMNS:
+        return torch.bmm(x, columns)
+    return torch.bmm(x, F.pad(columns, (0, MIN_COLUMNS - out)))[..., :out]
+
+
 def stable_row_multiple(shapes: Iterable[tuple[int, int]], batched_shapes: Iterable[tuple[int, int]] = ()) -> int | None:
     """The smallest multiple of rows with which no row's bits depend on their number.
 

@@ -11,6 +11,8 @@ from lamina.ops.store import Store
 
 #: up to so many rows a whole stable sort takes less time than the search for ties; the result is the same
 _SORTED_ROWS = 8
+#: so many entries are scored at once
+_SCORED_COLUMNS = 4096
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor, multiple: int) -> Tensor:
@@ -19,8 +21,11 @@ def _scores(queries: Tensor, weights: Tensor, keys: Tensor, multiple: int) -> Te
     num = padded_rows(count, multiple // math.gcd(heads, multiple))
     if num != count:
         queries = torch.cat([queries, queries.new_zeros(batch, num - count, heads, dim)], dim=1)
-    products = torch.bmm(queries.flatten(1, 2), keys.transpose(1, 2)).view(batch, num, heads, -1)[:, :count]
-    return products.clamp_(min=0).mul_(weights[..., None]).sum(2)
+    flat, found = queries.flatten(1, 2), []
+    for part in keys.split(_SCORED_COLUMNS, dim=1):
+        products = torch.bmm(flat, part.transpose(1, 2)).view(batch, num, heads, -1)[:, :count]
+        found.append(products.clamp_(min=0).mul_(weights[..., None]).sum(2))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
 def _select(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
@@ -66,7 +71,7 @@ def index_topk(queries: Tensor, weights: Tensor, keys: Store, sequences: Sequenc
             columns = entry_columns(tile.index, ratio)
             scores = _scores(queries[None, own], weights[None, own], decoded[:, :columns], sequences.row_multiple)[0]
             selected[own] = _select(scores, visible[own], top_k)
-    for single in sequences.singles[ratio]:  # one query each: the same products, batched
+    for single in sequences.alike(ratio):  # one query each: the same products, batched
         counts = tuple((position + 1) // ratio for position in single.positions)
         if max(counts) > top_k:
             tables = sequences.tables[:, : blocks_used(counts, keys.rows_per_page)].index_select(0, single.table_rows)

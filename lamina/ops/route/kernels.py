@@ -81,3 +81,48 @@ def route(
     total = tl.sum(share, 0)
     tl.store(chosen + at, tl.where(is_padding, -1, found), mask=own)
     tl.store(weights + at, tl.where(is_padding, 0.0, tl.div_rn(share, total) * scale), mask=own)
+
+
+@triton.jit
+def route_plain(
+    logits, bias, owners, chosen, weights, scale,
+    EXPERTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, KIND: tl.constexpr,
+    NORMALISES: tl.constexpr,
+):  # fmt: skip
+    """chosen and weights [T, TOP_K] by softmax of all, softmax or sigmoids of the chosen, or sigmoids; of padding -1 and 0."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    own = place < TOP_K
+    at = row * TOP_K + place
+    is_padding = tl.load(owners + row) < 0
+    expert = tl.arange(0, SIZE)
+    inside = expert < EXPERTS
+    value = tl.load(logits + row * EXPERTS + expert, mask=inside, other=-float("inf"))
+    score = value
+    if KIND == "sigmoid" or KIND == "chosen_sigmoid":
+        score = 1 / (1 + tl.exp(-value))
+    if KIND == "softmax":
+        score = tl.exp(value - tl.max(value, 0))
+        score = score / tl.sum(tl.where(inside, score, 0.0), 0)
+    wanted = score if KIND == "sigmoid" else value
+    if bias is not None:
+        wanted = wanted + tl.load(bias + expert, mask=inside, other=0.0)
+    wanted = tl.where(wanted == 0, 0.0, wanted)  # -0 is no less than 0
+    bits = tl.where(wanted == wanted, wanted.to(tl.int32, bitcast=True), 0x7FC00000)
+    key = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)  # ordered as the values are, NaN first
+    found = tl.zeros((PLACES,), tl.int32)
+    share = tl.zeros((PLACES,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        best = tl.min(tl.where(key == tl.max(key, 0), expert, SIZE), 0)
+        of_best = tl.sum(tl.where(expert == best, value if KIND == "chosen" else score, 0.0), 0)
+        found = tl.where(place == j, best, found)
+        share = tl.where(place == j, of_best, share)
+        key = tl.where(expert == best, -2147483648, key)
+    if KIND == "chosen":
+        share = tl.where(own, share, -float("inf"))
+        share = tl.exp(share - tl.max(share, 0))
+        share = tl.div_rn(share, tl.sum(share, 0))
+    elif NORMALISES:
+        share = tl.div_rn(share, tl.sum(share, 0) + (1e-20 if KIND == "sigmoid" else 0.0))
+    tl.store(chosen + at, tl.where(is_padding, -1, found), mask=own)
+    tl.store(weights + at, tl.where(is_padding, 0.0, share * scale), mask=own)

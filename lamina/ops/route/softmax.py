@@ -1,7 +1,7 @@
 """Routers of other families, as definitions in plain PyTorch; fp32. Ties go to the lowest expert.
 
 route_softmax   softmax over all experts, the k best.             Source: Qwen3-MoE, Jamba, DeepSeek-V2 (with groups).
-route_chosen    the k best logits, softmax over these.            Source: gpt-oss, Granite.
+route_chosen    the k best logits, softmax or sigmoid of these.   Source: gpt-oss, Granite; Llama 4.
 route_sigmoid   sigmoid, a bias for the selection alone, groups.  Source: DeepSeek-V3, Nemotron-H.
 """
 
@@ -15,13 +15,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _in_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
-    """Scores with those outside the `kept` best groups at 0; a group counts as the sum of its `counted` best."""
+    """Scores with those outside the `kept` best groups at -inf; a group counts as the sum of its `counted` best."""
     if groups <= 1 or kept >= groups:
         return scores
     grouped = scores.view(scores.shape[0], groups, -1)
     worth = grouped.topk(counted, dim=-1).values.sum(-1)
     keep = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _best(worth, kept), True)
-    return torch.where(keep[..., None], grouped, 0.0).flatten(1)
+    return torch.where(keep[..., None], grouped, -torch.inf).flatten(1)
 
 
 def route_softmax(
@@ -39,10 +39,11 @@ def route_softmax(
     return chosen, weights * scale
 
 
-def route_chosen(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> (experts [T, k], weights [T, k] that sum to 1): softmax of the k best logits."""
+def route_chosen(logits: Tensor, top_k: int, independent: bool = False) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> (experts [T, k], weights [T, k]): softmax of the k best logits; if `independent` their sigmoids."""
     chosen = _best(logits, top_k)
-    return chosen, torch.softmax(logits.gather(1, chosen), dim=-1)
+    found = logits.gather(1, chosen)
+    return chosen, 1 / (1 + torch.exp(-found)) if independent else torch.softmax(found, dim=-1)
 
 
 def route_sigmoid(

@@ -1,6 +1,7 @@
 """Expert routing on a GPU, learned or by table, in one launch.
 
 route(logits, ...)       as `ref.route` and `ref.route_by_table`
+route_plain(logits, ...) as the routers of `softmax.py`, without groups
 refuses(machine, case)   why this machine or these shapes are not served, or None
 """
 
@@ -44,5 +45,26 @@ def route(
             logits, bias, table, tokens, rows.owners, chosen, weights, scale,
             EXPERTS=num_experts, SIZE=triton.next_power_of_2(num_experts), TOP_K=top_k, PLACES=triton.next_power_of_2(top_k),
             HAS_TABLE=table is not None, num_warps=1,
+        )  # fmt: skip
+    return chosen, weights
+
+
+def route_plain(
+    logits: Tensor, bias: Tensor | None, kind: str, top_k: int, normalises: bool, scale: float, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Experts of each row [T, k] int32, the best first, ties to the lowest, and their weights [T, k] fp32. Padding: -1 and 0.
+
+    logits  [T, E] fp32, contiguous.   bias  [E] fp32, for the selection alone, or None.
+    kind    softmax, chosen, chosen_sigmoid or sigmoid: `route_softmax`, `route_chosen` or `route_sigmoid` of `softmax.py`.
+    """
+    num_tokens, num_experts = logits.shape
+    assert logits.is_contiguous()
+    chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        kernels.route_plain[(num_tokens,)](
+            logits, bias, rows.owners, chosen, weights, scale,
+            EXPERTS=num_experts, SIZE=triton.next_power_of_2(num_experts), TOP_K=top_k, PLACES=triton.next_power_of_2(top_k),
+            KIND=kind, NORMALISES=normalises, num_warps=1,
         )  # fmt: skip
     return chosen, weights

@@ -13,6 +13,7 @@ from lamina.ops.store.ref import (
     HeadsCodec,
     IndexCodec,
     KeyValueCodec,
+    LatentCodec,
     Place,
     StateCodec,
     Store,
@@ -21,8 +22,8 @@ from lamina.ops.store.ref import (
 )
 
 __all__ = [
-    "AttentionCodec", "EntryCodec", "HeadsCodec", "IndexCodec", "KeyValueCodec", "Place", "StateCodec", "Store", "StoreCase",
-    "attention_codec", "index_codec",
+    "AttentionCodec", "EntryCodec", "HeadsCodec", "IndexCodec", "KeyValueCodec", "LatentCodec", "Place", "StateCodec", "Store",
+    "StoreCase", "attention_codec", "index_codec",
 ]  # fmt: skip
 
 

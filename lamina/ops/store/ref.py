@@ -11,11 +11,22 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lamina.base.formats import FP4_BLOCK, FP8_BLOCK, FieldData, attention_entry, index_key, key_value, vector
+from lamina.base.formats import (
+    FP4_BLOCK,
+    FP8_BLOCK,
+    LATENT_BLOCK,
+    FieldData,
+    attention_entry,
+    index_key,
+    key_value,
+    latent,
+    vector,
+)
 from lamina.ops.quantise import (
     dequantise_fp4,
     dequantise_fp8,
     dequantise_fp8_row,
+    e8m0_to_fp32,
     hadamard,
     quantise_fp4,
     quantise_fp8,
@@ -197,6 +208,53 @@ class HeadsCodec:
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
         """Fields -> fp32 [N, width]."""
         return torch.cat([_from_stored(part, self.format) for part in stored], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCodec:
+    """One row that all heads share: `rank` dims, which are the value, and `rope` rotated ones; both together are the key.
+
+    fp8: the first part as e4m3 with an fp32 scale, a power of two, every 128; the rotated part as bf16.
+    """
+
+    rank: int
+    rope: int
+    format: str
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.rank + self.rope
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a value."""
+        return self.rank
+
+    @property
+    def fields(self) -> tuple[tuple[str, str, int], ...]:
+        """The row; in fp8 latent, scale and rope."""
+        return _flat(latent(self.format, self.rank, self.rope))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """fp32 [N, width] -> one tensor [N, ...] a field."""
+        if self.format != "fp8":
+            return (_as_stored(x, self.format),)
+        codes, scales = quantise_fp8(x[:, : self.rank], LATENT_BLOCK)
+        return codes.view(torch.uint8), e8m0_to_fp32(scales), x[:, self.rank :].to(torch.bfloat16)
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
+        """Fields [..., elements] -> fp32 [..., width]."""
+        if self.format != "fp8":
+            return stored[0].float()
+        codes, scales, rope = stored
+        each = scales.repeat_interleave(LATENT_BLOCK, dim=-1)[..., : self.rank]
+        return torch.cat([_from_stored(codes, "fp8").mul_(each), rope.float()], dim=-1)
+
+    def keys_values(self, stored: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Fields -> keys [..., 1, width] and values [..., 1, rank], a part of the keys."""
+        rows = self.decode(stored).unsqueeze(-2)
+        return rows, rows[..., : self.rank]
 
 
 def _as_stored(x: Tensor, format: str) -> Tensor:

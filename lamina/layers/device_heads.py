@@ -1,0 +1,201 @@
+"""The layers of `heads.py` and `sparse.py` on a GPU: weights as stored, the ops' kernels."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lamina.layers.stored import without_codes
+from lamina.ops.attend_heads import HeadsCase, Past
+from lamina.ops.attend_heads.triton import attend_heads, keep_rows, project_heads
+from lamina.ops.experts.plain import PlainExperts, experts_plain
+from lamina.ops.gated.triton import gated
+from lamina.ops.gemm.stored import Activation, StoredWeight
+from lamina.ops.gemm.triton import Order, linear
+from lamina.ops.quantise.triton import quantise_rows
+from lamina.ops.route.triton import route_plain
+from lamina.ops.rows import Rows
+
+#: a head's norm: weight [d] fp32 or None, eps
+HeadNorm = tuple[Tensor | None, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceContext:
+    """What all layers of a step share.
+
+    angles  (cos, sin) [T, r / 2] fp32 of each rotary embedding.   dtype  what is kept between products.
+    has_fp8 products with fp8 weights multiply fp8 rows.   max_context  no request has more tokens after the step.
+    """
+
+    rows: Rows
+    order: Order
+    max_context: int
+    angles: tuple[tuple[Tensor, Tensor], ...]
+    dtype: torch.dtype
+    has_fp8: bool
+    _warmths: dict[tuple[float, float], Tensor] = field(default_factory=dict)
+
+    def warmth(self, temperature: tuple[float, float] | None) -> Tensor | None:
+        """[T] fp32 that multiplies queries: 1 + attn_scale * log(1 + floor((p + 1) / floor_scale))."""
+        if temperature is None:
+            return None
+        if temperature not in self._warmths:
+            floor_scale, attn_scale = temperature
+            steps = torch.floor((self.rows.positions.float() + 1.0) / floor_scale)
+            self._warmths[temperature] = torch.log(steps + 1.0) * attn_scale + 1.0
+        return self._warmths[temperature]
+
+    def times(self, x: Activation, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+        """x @ weight.T; fp8 codes meet fp8 weights alone."""
+        return linear(x if weight.is_fp8 else without_codes(x), weight, dtype, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHeads:
+    """`heads.GroupedAttention`; w_in and the norms have dims in the checkpoint's order, of which the first r turn.
+
+    bias  of the result, which whoever takes it adds.
+    """
+
+    w_in: StoredWeight
+    b_in: Tensor | None
+    w_out: StoredWeight
+    bias: Tensor | None
+    past: Past
+    case: HeadsCase
+    angle: int | None
+    is_pairs: bool
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    v_norm_eps: float = 0.0
+    norm_after_rope: bool = False
+    temperature: tuple[float, float] | None = None
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether its input is multiplied as fp8 where that is done."""
+        return self.w_in.is_fp8
+
+    def forward(self, x: Activation, context: DeviceContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        rows, dtype = context.rows, context.dtype
+        both = context.times(x, self.w_in, dtype if self.b_in is None else torch.float32)
+        turns = None if self.angle is None else context.angles[self.angle]
+        queries, own = project_heads(
+            both, self.b_in, self.case, self.past, rows, dtype, turns, self.is_pairs, self.q_norm, self.k_norm, self.v_norm_eps,
+            self.norm_after_rope, context.warmth(self.temperature),
+        )  # fmt: skip
+        out = attend_heads(queries, own, self.past, self.case, rows, context.order, context.max_context)
+        if own and not rows.is_single:
+            keep_rows(own, self.past.store, rows)
+        read = quantise_rows(out) if context.has_fp8 and self.w_out.is_fp8 else Activation(out)
+        return context.times(read, self.w_out, dtype if self.bias is None else torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMlp:
+    """`heads.GatedMlp`.   bias  of the result, which whoever takes it adds."""
+
+    w_in: StoredWeight
+    b_in: Tensor | None
+    w_out: StoredWeight
+    bias: Tensor | None
+    activation: str
+    has_gate: bool = True
+    multipliers: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether its input is multiplied as fp8 where that is done."""
+        return self.w_in.is_fp8
+
+    def forward(self, x: Activation, context: DeviceContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        dtype = context.dtype
+        is_exact = dtype == torch.float32 or self.b_in is None
+        wide = context.times(x, self.w_in, dtype if is_exact else torch.float32)
+        has_codes = context.has_fp8 and self.w_out.is_fp8
+        inner = gated(wide, self.b_in, self.activation, self.has_gate, self.multipliers[0], dtype, has_codes)
+        scale = self.multipliers[1]
+        found = context.times(inner, self.w_out, dtype if self.bias is None and scale == 1 else torch.float32)
+        return found if scale == 1 else found * scale
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRouter:
+    """kind, top_k, normalises, scale  as `models.network.Router` says.   bias  [E] fp32, for the selection alone."""
+
+    kind: str
+    top_k: int
+    normalises: bool
+    scale: float
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSparse:
+    """`sparse.SparseMlp` with experts that are gated by silu.   limit  of the gate, 0: none."""
+
+    gate: StoredWeight
+    router: DeviceRouter
+    experts: PlainExperts
+    shared: DeviceMlp | None = None
+    shared_gate: StoredWeight | None = None
+    limit: float = 0.0
+
+    @property
+    def bias(self) -> Tensor | None:
+        """None: experts have none."""
+        return None
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether its input is multiplied as fp8 where that is done."""
+        return self.experts.gate_up.is_fp8 or (self.shared is not None and self.shared.reads_fp8)
+
+    def forward(self, x: Activation, context: DeviceContext) -> Tensor:
+        """x [T, D] -> [T, D]; rows of padding visit no routed expert."""
+        router = self.router
+        logits = context.times(x, self.gate, torch.float32)
+        chosen, weights = route_plain(
+            logits, router.bias, router.kind, router.top_k, router.normalises, router.scale, context.rows
+        )  # fmt: skip
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.forward(x, context)
+            if self.shared_gate is not None:
+                shared = shared.float() / (torch.exp(-context.times(x, self.shared_gate, torch.float32)) + 1)
+        return experts_plain(x, chosen, weights, self.experts, self.limit, shared, context.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSum:
+    """Layers that read the same input."""
+
+    layers: tuple["DeviceLayer", ...]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """None: it is added here."""
+        return None
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether its input is multiplied as fp8 where that is done."""
+        return any(layer.reads_fp8 for layer in self.layers)
+
+    def forward(self, x: Activation, context: DeviceContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        total: Tensor | None = None
+        for layer in self.layers:
+            found = layer.forward(x, context).float()
+            if layer.bias is not None:
+                found = found + layer.bias
+            found = found.to(context.dtype).float()
+            total = found if total is None else total + found
+        assert total is not None
+        return total
+
+
+DeviceLayer = DeviceHeads | DeviceMlp | DeviceSparse | DeviceSum

@@ -1,0 +1,174 @@
+"""Builds and runs what a `Network` says on a GPU. `network_model` is the definition; results differ from it by rounding only.
+
+Every launch's shape follows from the number of rows and from `max_context`, so that a step can be captured in a graph.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.layers.device_heads import DeviceContext, DeviceLayer
+from lamina.layers.entries import StoreKey
+from lamina.models.device_builder import (
+    DeviceBuilder,
+    build_attention,
+    build_experts,
+    build_mlp,
+    build_parallel,
+    refuses_attention,
+    refuses_experts,
+    refuses_mlp,
+)
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Parallel
+from lamina.models.rope import rope_frequencies
+from lamina.ops.attend_heads import softcapped
+from lamina.ops.gemm.stored import Activation, StoredWeight
+from lamina.ops.gemm.triton import Order, linear
+from lamina.ops.machine import Machine, portable_kernels
+from lamina.ops.residual import Joint
+from lamina.ops.residual.triton import finish, join
+from lamina.ops.residual.triton import refuses as residual_refuses
+from lamina.ops.rope_norm.triton import rotations
+from lamina.ops.rows import Rows
+from lamina.ops.store import EntryCodec, Store
+from lamina.weights.loader import TensorSource
+
+#: how each kind of part is built
+DEVICE_BUILDERS: Mapping[type, Callable[[DeviceBuilder, object], DeviceLayer]] = {
+    Attention: build_attention,
+    Experts: build_experts,
+    Mlp: build_mlp,
+    Parallel: build_parallel,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A part, and what is done with its result before the next one."""
+
+    layer: DeviceLayer
+    joint: Joint
+    next_reads_fp8: bool
+
+
+class DeviceNetworkModel:
+    """A loaded network.
+
+    first  what is done before the first part.   has_fp8  products with fp8 weights multiply fp8 rows.
+    """
+
+    ratios: tuple[int, ...] = ()
+
+    def __init__(
+        self, network: Network, dtype: torch.dtype, embed: Tensor, first: Joint, steps: tuple[DeviceStep, ...], head: StoredWeight,
+        angles: tuple[tuple[Tensor, float], ...], has_fp8: bool, only_portable: bool,
+    ) -> None:  # fmt: skip
+        self.network = network
+        self.dtype = dtype
+        self.embed = embed
+        self.first = first
+        self.steps = steps
+        self.head = head
+        self.angles = angles
+        self.has_fp8 = has_fp8
+        self.only_portable = only_portable
+
+    def forward(self, tokens: Tensor, rows: Rows, order: Order, max_context: int) -> Tensor:
+        """tokens [T] int32 (0 for padding) -> final hidden vectors [T, D] fp32, normed.
+
+        order        decode or prefill: which of the two fixed orders of sums the products and attention take.
+        max_context  no request has more tokens after the step.
+        """
+        with portable_kernels(self.only_portable):
+            context = DeviceContext(rows, order, max_context, self._tables(rows.positions), self.dtype, self.has_fp8)
+            x = self._embedded(tokens)
+            read = join(x, None, self.first, self.has_fp8 and self.steps[0].layer.reads_fp8)
+            for step in self.steps[:-1]:
+                read = join(x, step.layer.forward(read, context), step.joint, step.next_reads_fp8)
+            last = self.steps[-1]
+            return finish(x, last.layer.forward(read, context), last.joint)
+
+    def logits(self, hidden: Tensor, order: Order) -> Tensor:
+        """hidden [S, D] fp32, rounded to the activations' type -> [S, V] fp32."""
+        with portable_kernels(self.only_portable):
+            found = linear(Activation(hidden.to(self.dtype)), self.head, torch.float32, order)
+        if self.network.logit_scale != 1:
+            found = found * self.network.logit_scale
+        return softcapped(found, self.network.softcap) if self.network.softcap else found
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = self.embed.index_select(0, tokens)
+        if self.network.embed_scale != 1:
+            x = x.float() * self.network.embed_scale
+        return x.to(self.dtype)
+
+    def _tables(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        found = []
+        for inv_freq, factor in self.angles:
+            cos, sin = rotations(positions, inv_freq)
+            found.append((cos * factor, sin * factor) if factor != 1 else (cos, sin))
+        return tuple(found)
+
+
+def load_device_network(
+    network: Network, source: TensorSource, dtype: torch.dtype, stores: Callable[[StoreKey, EntryCodec], Store],
+    cache_format: str, device: torch.device, has_fp8: bool, only_portable: bool = False,
+) -> DeviceNetworkModel:  # fmt: skip
+    """Takes every tensor once, moves it to the device in its stored format, and binds the layers to their stores.
+
+    has_fp8        products with fp8 weights read fp8 rows; else rows of `dtype`.
+    only_portable  no kernel is chosen that runs on one kind of GPU only.
+    Raises WeightError for a missing, misshapen or unused tensor; ConfigError for a window that is too large.
+    """
+    builder = DeviceBuilder(network, source, dtype, stores, cache_format, device, DEVICE_BUILDERS)
+    table = builder.weight(network.embed, network.vocab_size, network.hidden_size)
+    branches: list[Branch] = []
+    layers: list[DeviceLayer] = []
+    norms = []
+    for number, parts in enumerate(network.layers):
+        builder.layer = number
+        for branch in parts:
+            branches.append(branch)
+            layers.append(builder.build(branch.part))
+            norms.append(tuple(None if norm is None else builder.norm(norm) for norm in (branch.before, branch.after)))
+    last = builder.norm(network.norm)
+    head = table if network.head is None else builder.weight(network.head, network.vocab_size, network.hidden_size)
+    source.finish()
+    steps = []
+    for number, (branch, layer, (_, after)) in enumerate(zip(branches, layers, norms, strict=True)):
+        is_last = number + 1 == len(layers)
+        joint = Joint(last if is_last else norms[number + 1][0], after, layer.bias, branch.scale)
+        steps.append(DeviceStep(layer, joint, not is_last and has_fp8 and layers[number + 1].reads_fp8))
+    angles = tuple((inv_freq.to(device), factor) for inv_freq, factor in map(rope_frequencies, builder.ropes))
+    return DeviceNetworkModel(
+        network, dtype, _rows_of(table), Joint(norms[0][0]), tuple(steps), head, angles, has_fp8, only_portable
+    )  # fmt: skip
+
+
+def _rows_of(table: StoredWeight) -> Tensor:
+    """The embedding's rows."""
+    assert table.scales is None, "an embedding has no scales"
+    return table.codes
+
+
+def refuses_network(network: Network, machine: Machine) -> str | None:
+    """Why a network is not served on a machine, in one line, or None."""
+    found: list[str | None] = [residual_refuses(machine, network.hidden_size)]
+    for branches in network.layers:
+        for branch in branches:
+            found += _refusals(branch.part, machine)
+    return "; ".join(dict.fromkeys(why for why in found if why)) or None
+
+
+def _refusals(part: object, machine: Machine) -> list[str | None]:
+    if isinstance(part, Parallel):
+        return [why for each in part.parts for why in _refusals(each, machine)]
+    if isinstance(part, Attention):
+        return [refuses_attention(part, machine)]
+    if isinstance(part, Mlp):
+        return [refuses_mlp(part, machine)]
+    if isinstance(part, Experts):
+        return [refuses_experts(part, machine)]
+    return [f"{type(part).__name__} layers have no GPU kernels yet"]

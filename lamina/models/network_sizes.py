@@ -1,0 +1,32 @@
+"""What a network's steps need on a GPU beside its weights and its cache, from its data alone. No torch."""
+
+from lamina.models.network import Attention, Experts, Mlp, Network, Parallel
+
+
+def row_bytes(network: Network) -> int:
+    """Bytes of the tensors between the ops for each row of a step, at most, with a third more."""
+    most = max(_part_bytes(branch.part, network.hidden_size) for branches in network.layers for branch in branches)
+    return (most + 16 * network.hidden_size) * 4 // 3
+
+
+def request_bytes(network: Network) -> int:
+    """Bytes that a decode takes besides: attention in up to 32 parts, fp32."""
+    sizes = [0]
+    for branches in network.layers:
+        for branch in branches:
+            parts = branch.part.parts if isinstance(branch.part, Parallel) else (branch.part,)
+            sizes += [32 * part.heads * (part.dim + 2) * 4 for part in parts if isinstance(part, Attention)]
+    return max(sizes)
+
+
+def _part_bytes(part: object, hidden: int) -> int:
+    if isinstance(part, Parallel):
+        return sum(_part_bytes(each, hidden) for each in part.parts)
+    if isinstance(part, Attention):
+        return (part.heads + 2 * part.kv_heads) * part.dim * 8 + part.heads * part.dim * 4
+    if isinstance(part, Experts):
+        shared = _part_bytes(part.shared, hidden) if part.shared is not None else 0
+        return part.router.top_k * (4 * part.width + 4 * hidden) + 8 * part.num + shared
+    if isinstance(part, Mlp):
+        return 16 * part.width
+    return 0

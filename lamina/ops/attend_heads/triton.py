@@ -1,0 +1,191 @@
+"""Attention with grouped keys and values on a GPU, over rows where they lie. `ref.py` is the definition.
+
+    project_heads(x, ...)       queries of a projection; its keys and values are stored
+    attend_heads(q, own, ...)   as `ref.attend_heads`
+    keep_rows(own, store, rows) after attention: the last rows of each request into its ring
+    refuses(machine, case)      why they are not served, or None
+
+Launches, order "prefill": one; a program per tile of queries of one request. Order "decode": one over ranges of a row's tiles, and
+one that combines them. How a row is cut follows from its position, so that its bits do not depend on the rows beside it; the grid
+holds the ranges that a row of `max_context` tokens has, and those past a row's end return at once.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from lamina.ops.attend_heads import kernels
+from lamina.ops.attend_heads.ref import HeadsCase, Past
+from lamina.ops.machine import Machine
+from lamina.ops.rope_norm.triton import refuses_machine
+from lamina.ops.rows import Rows
+from lamina.ops.store import Store
+from lamina.ops.store import kernels as store_kernels
+
+Order = Literal["decode", "prefill"]
+
+_LOG2_E = 1.4426950408889634
+_MOST_DIM = 256
+#: programs that one row of a decode should make
+_PROGRAMS = 256
+#: values of a head's rows that one program of `project_heads` holds
+_PROJECTED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is cut.
+
+    heads    of a group in a program.   queries  of a program.   rows  positions of a tile of keys.
+    splits   most ranges of a decode's row; `least_tiles` tiles of a range at least.   warps, stages  as in Triton.
+    `rows`, `splits`, `least_tiles` and, between 16 rows of a matrix and more, `heads` and `queries` change bits, the others do not.
+    """
+
+    heads: int
+    queries: int
+    rows: int
+    warps: int
+    stages: int
+    splits: int = 1
+    least_tiles: int = 1
+
+
+def refuses(machine: Machine, dim: int) -> str | None:
+    """Why heads of `dim` are not served there, in one line, or None."""
+    if not 1 <= dim <= _MOST_DIM:
+        return f"heads must have 1 to {_MOST_DIM} dims, not {dim}"
+    return refuses_machine(machine)
+
+
+@lru_cache(maxsize=64)
+def choose_tiles(group: int, kv_heads: int, dim: int, is_exact: bool, order: Order) -> Tiles:
+    """The tiles for `group` query heads over each of `kv_heads`; from the machine code (registers, spills)."""
+    wide = triton.next_power_of_2(dim)
+    if order == "decode":
+        heads = min(64, max(16, triton.next_power_of_2(group)))
+        splits = min(32, max(8, _PROGRAMS // kv_heads))
+        if is_exact:
+            return Tiles(16, 1, 16, 4, 1, splits, 8)
+        return Tiles(heads, 1, 64 if wide <= 128 else 32, 4, 4 if wide <= 128 else 3, splits, 2)
+    if is_exact:
+        heads = min(16, triton.next_power_of_2(group))
+        return Tiles(heads, 16 // heads, 16, 4, 1)
+    heads = min(64, triton.next_power_of_2(group))
+    if wide > 128:
+        return Tiles(heads, 64 // heads, 32, 8, 2)
+    return Tiles(heads, 128 // heads, 64, 8, 2)
+
+
+def project_heads(
+    x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype, turns: tuple[Tensor, Tensor] | None,
+    is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None, k_norm: tuple[Tensor | None, float] | None = None,
+    v_norm_eps: float = 0.0, norms_after: bool = False, warmth: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """Queries [T, H, d] in `dtype`, and the step's rows as stored, one tensor [T, K * d] a field; of a log's store none.
+
+    x       [T, (H + 2K) * d], columns of a wider matrix too, queries first, then keys; bias [(H + 2K) * d] fp32.
+    turns   cos, sin [T, r / 2] fp32: the first r dims of queries and keys turn, as pairs (2i, 2i + 1) if `is_pairs`, else
+            (i, i + r / 2).
+    q_norm, k_norm  (weight [d] fp32 or None, eps) of each head, before the rotation, or after it.   v_norm_eps  0: none.
+    warmth  [T] fp32 that multiplies queries at last.
+    A log's rows are stored from `write_from` on. Where every request has one row, a ring's are stored too: what they overwrite
+    is out of every window.
+    """
+    store, dim = past.store, past.codec.value_dim
+    heads, kv_heads, num = case.heads, case.kv_heads, x.shape[0]
+    in_log = store.place.kind == "block"
+    queries = torch.empty(num, heads, dim, dtype=dtype, device=x.device)
+    own: tuple[Tensor, ...] = ()
+    if not in_log:
+        own = tuple(torch.empty(num, view.shape[2], dtype=view.dtype, device=x.device) for view in store.views)
+    wide = triton.next_power_of_2(dim)
+    group = max(1, _PROJECTED // wide)
+    place = kernels.LOG.value if in_log else kernels.RING.value if rows.is_single else kernels.OWN.value
+    (kept_k, kept_v), (own_k, own_v) = store.views, own or store.views
+    if num:
+        kernels.project_heads[(num, triton.cdiv(heads + 2 * kv_heads, group))](
+            x, x.stride(0), bias, q_norm[0] if q_norm else None, k_norm[0] if k_norm else None, *(turns or (None, None)), warmth,
+            queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners, rows.write_from,
+            rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1], store.place.column,
+            q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0, v_norm_eps,
+            HEADS=heads, KV=kv_heads, D=dim, W=wide, GROUP=group, ROPE=2 * turns[0].shape[1] if turns else 0, IS_PAIRS=is_pairs,
+            NORMS_Q=q_norm is not None, NORMS_K=k_norm is not None, NORMS_V=v_norm_eps > 0, NORMS_AFTER=norms_after, PLACE=place,
+            PAGE_ROWS=store.rows_per_page, IS_BF16=dtype == torch.bfloat16, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return queries, own
+
+
+def attend_heads(
+    q: Tensor, own: tuple[Tensor, ...], past: Past, case: HeadsCase, rows: Rows, order: Order, max_context: int,
+    tiles: Tiles | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Softmax attention of each query over the keys that it sees, [T, H * d] in q's type; rows of padding are zeros.
+
+    q    [T, H, d] fp32 or bf16.   own  the step's rows as stored, of a ring's store; a log has them already.
+    max_context  no request has more tokens after the step.   A row's bits depend on itself and the order.
+    """
+    num, heads, dim = q.shape
+    if out is None:
+        out = torch.empty(num, heads * dim, dtype=q.dtype, device=q.device)
+    if not num:
+        return out
+    store, kv_heads = past.store, case.kv_heads
+    in_log = store.place.kind == "block"
+    is_exact = torch.float32 in (q.dtype, store.views[0].dtype)
+    if tiles is None:
+        tiles = choose_tiles(heads // kv_heads, kv_heads, dim, is_exact, order)
+    (kept_k, kept_v), (own_k, own_v) = store.views, own or store.views
+    has_cap = case.softcap > 0
+    factor = case.scale * (1.0 if has_cap else _LOG2_E)
+    common = {
+        "HEADS": heads, "D": dim, "W": max(16, triton.next_power_of_2(dim)), "TILE": tiles.rows, "WINDOW": case.window or 0,
+        "RESET": case.reset or 0,
+    }  # fmt: skip
+    walk = {
+        "KV": kv_heads, "HEAD_TILE": tiles.heads, "PAGE_ROWS": store.rows_per_page, "IN_LOG": in_log, "HAS_CAP": has_cap,
+        "EXACT": is_exact, "STAGES": tiles.stages, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    parts = kv_heads * triton.cdiv(heads // kv_heads, tiles.heads)
+    stored = (own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0))
+    paged = (rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1], store.place.column)
+    if order == "prefill":
+        kernels.attend_tiles[(triton.cdiv(num, tiles.queries) + rows.num_requests, parts)](
+            q, *stored, rows.owners, rows.starts, rows.stops, rows.first_rows, rows.valid_from, *paged, case.sinks, out, factor,
+            case.softcap, num, rows.num_requests, QUERIES=tiles.queries, **common, **walk,
+        )  # fmt: skip
+        return out
+    splits = _grid_splits(min(max_context, case.window or max_context, case.reset or max_context), tiles)
+    partial = torch.empty(num * splits * heads * (dim + 2), dtype=torch.float32, device=q.device)
+    peaks = partial[num * splits * heads * dim :]
+    sums = peaks[num * splits * heads :]
+    cut = {"SPLITS": tiles.splits, "LEAST_TILES": tiles.least_tiles}
+    kernels.attend_split[(num * parts, splits)](
+        q, *stored, rows.positions, rows.owners, rows.starts, rows.first_rows, rows.valid_from, *paged, partial, peaks, sums, factor,
+        case.softcap, **common, **walk, **cut,
+    )  # fmt: skip
+    kernels.combine[(num * heads,)](
+        partial, peaks, sums, rows.positions, rows.owners, rows.valid_from, case.sinks, out, splits,
+        SPLIT_ROWS=triton.next_power_of_2(tiles.splits), num_warps=1 if dim <= 64 else 2, **common, **cut,
+    )  # fmt: skip
+    return out
+
+
+def _grid_splits(seen: int, tiles: Tiles) -> int:
+    """Ranges of a query that sees so many positions: they touch one tile more where they begin inside of one."""
+    return min(tiles.splits, triton.cdiv(triton.cdiv(seen, tiles.rows) + 1, tiles.least_tiles))
+
+
+def keep_rows(own: tuple[Tensor, ...], store: Store, rows: Rows) -> None:
+    """Writes the last rows of each request into its ring; after attention, which still reads what is overwritten."""
+    widths = tuple(view.shape[2] for view in store.views)
+    strides = tuple(view.stride(0) for view in store.views)
+    if rows.num_rows:
+        store_kernels.keep_rows[(rows.num_rows,)](
+            own, store_kernels.Fields(store.views, strides), rows.positions, rows.owners, rows.stops, rows.slots,
+            rows.slots.shape[1], store.place.column, RING=store.rows_per_page, WIDTHS=widths,
+            SIZES=tuple(triton.next_power_of_2(width) for width in widths), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Models that are given as networks, on a GPU: against the CPU in fp32, and which bits are promised. Random weights."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from lamina import LLM
+from lamina.base.errors import ConfigError
+from tests.conftest import load_helper
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("Transformers is not installed", allow_module_level=True)
+
+Serve = Callable[..., list]
+Words = Callable[[int, int], list[int]]
+Load = Callable[..., LLM]
+
+COMMON = {
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+LONGER = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+EXPERTS = {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+#: of each model the class of its config in Transformers, and its values
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "128 dims": ("LlamaConfig", COMMON | {"head_dim": 128, "rope_parameters": LONGER}),
+    "biases": ("LlamaConfig", COMMON | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "head_dim": 64}),
+    "64 dims, experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": [1]}),
+    "norms of heads": ("Qwen3Config", COMMON | {"head_dim": 96, "num_attention_heads": 6, "tie_word_embeddings": True}),
+    "a window": ("MistralConfig", COMMON | {"head_dim": 128, "sliding_window": 100, "num_key_value_heads": 1}),
+    "caps": ("Gemma2Config", COMMON | {"head_dim": 256, "sliding_window": 70, "query_pre_attn_scalar": 64}),
+}
+NAMES = list(MODELS)
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 99, 100, 101, 128, 300, 700)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """load(name, settings) -> an engine; each is made once."""
+    families = load_helper("models/families.py")
+    directories: dict[str, Path] = {}
+    engines: dict[tuple[object, ...], LLM] = {}
+
+    def find(name: str, **settings: object) -> LLM:
+        if name not in directories:
+            config, values = MODELS[name]
+            directories[name] = tmp_path_factory.mktemp("network")
+            families.build(families.Recipe(config, values, seed=len(directories))).save_pretrained(directories[name])
+        key = (name, *sorted(settings.items()))
+        if key not in engines:
+            usual = {"cache_bytes": "256MiB", "max_step_tokens": 512, "max_requests": 32, "max_model_len": 1024, "warmup": False}
+            engines[key] = LLM(str(directories[name]), **(usual | settings))  # type: ignore[arg-type]
+        engines[key].engine.ledger.drop_index()
+        return engines[key]
+
+    return find
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_of_a_cpu(name: str, load: Load, serve: Serve, words: Words) -> None:
+    """fp32 everywhere: scores of the likeliest tokens to 1e-3, greedy tokens equal."""
+    prompts = [words(length, length) for length in LENGTHS]
+    exact = {"dtype": "fp32", "cache_format": "fp32"}
+    truth = serve(load(name, device="cpu", **exact), prompts, 8)
+    llm = load(name, device="cuda", **exact)
+    found = serve(llm, prompts, 8)
+    assert llm.engine.worker.runner.graphs.num_captured > 0, "decodes ran without graphs"
+    for length, one, other in zip(LENGTHS, found, truth, strict=True):
+        assert one.tokens == other.tokens, length
+        for mine, theirs in zip(one.scores, other.scores, strict=True):
+            known = dict(theirs)
+            assert max(abs(score - known[token]) for token, score in mine if token in known) <= 1e-3, length
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_company_changes_no_bit(name: str, cache_format: str, load: Load, serve: Serve, words: Words) -> None:
+    """A request alone, and beside others that come with it; from nothing, and after a hit."""
+    llm = load(name, device="cuda", dtype="bf16", cache_format=cache_format)
+    prompts = [words(length, 7 + length) for length in (5, 130, 300, 64, 99)]
+    together = serve(llm, prompts, 24, salt="together")
+    alone = [serve(llm, [prompt], 24, salt="alone")[0] for prompt in prompts]
+    assert together == alone
+    warm = serve(llm, prompts, 24, salt="alone")
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in alone]
+    assert warm == alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cuts_change_no_bit_where_all_is_strict(name: str, load: Load, serve: Serve, words: Words) -> None:
+    """Prompts of one step, cut into many."""
+    answers: list[Sequence[object]] = []
+    prompts = [words(length, length) for length in (3, 400, 129)]
+    for tokens in (512, 48):
+        llm = load(name, device="cuda", dtype="bf16", deterministic="strict", max_step_tokens=tokens)
+        answers.append(serve(llm, prompts, 10))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "portable"])
+def test_warming_up(kernels: str, load: Load, serve: Serve, words: Words) -> None:
+    """Nothing is compiled while requests are served."""
+    from lamina.ops.triton import watch
+
+    llm = load("128 dims", device="cuda", warmup=True, max_step_tokens=256, kernels=kernels, max_requests=8)
+    with watch() as seen:
+        serve(llm, [words(length, length) for length in (1, 3, 17, 200, 256, 257, 600)], 5)
+    assert seen == []
+
+
+def test_a_window_that_no_slot_holds(tmp_path: Path) -> None:
+    families = load_helper("models/families.py")
+    values = COMMON | {"head_dim": 128, "sliding_window": 3000}
+    families.build(families.Recipe("MistralConfig", values)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="windows too large for a slot have no GPU kernels yet"):
+        LLM(str(tmp_path), device="cuda", cache_bytes="256MiB", warmup=False)

@@ -1,0 +1,171 @@
+"""The GPU's forward pass of networks against the CPU's, and whole answers of its runner: on a GPU if there is one, else small ones
+in Triton's interpreter, in its own process."""
+
+import importlib.util
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina.memory.layout import make_layout
+from lamina.memory.ledger import Ledger
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Rope, Router
+from lamina.models.registry import Target, blueprint
+from lamina.ops.machine import Machine, this_machine
+from lamina.runtime.arena import DeviceArena
+from lamina.runtime.runner import Runner
+from lamina.schedule.request import Request
+from lamina.schedule.sampling_params import SamplingParams
+from lamina.schedule.scheduler import Scheduler
+from lamina.weights.headers import read_config
+from lamina.weights.loader import Checkpoint
+from tests.conftest import load_helper
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("Transformers is not installed", allow_module_level=True)
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+MACHINE = this_machine("cuda") if HAS_GPU else Machine("cpu", (0, 0), True)
+runs_kernels = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="runs in the process that test_interpreted starts")
+steps_of = load_helper("models/test_device_model.py")
+
+COMMON = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "head_dim": 12,
+}  # fmt: skip
+LONGER = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+WINDOWED = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "biases": ("LlamaConfig", COMMON | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LONGER}),
+    "experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": []}),
+    "window": ("Qwen2Config", COMMON | WINDOWED | {"head_dim": None}),
+    "caps": ("Gemma2Config", COMMON | {"sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 2}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    families = load_helper("models/families.py")
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            config, values = MODELS[name]
+            made[name] = tmp_path_factory.mktemp("network")
+            families.build(families.Recipe(config, values, seed=len(made))).save_pretrained(made[name])
+        return made[name]
+
+    return find
+
+
+@runs_kernels
+@pytest.mark.parametrize("cache", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], Path]) -> None:
+    """Prompts together, cut, then decodes: the same sums in another order."""
+    if cache == "bf16" and not HAS_GPU and name != "window":
+        pytest.skip("takes long in the interpreter")
+    lengths, cuts = ((300, 77, 20), (64, 130)) if HAS_GPU else ((9, 2), (7,))
+    directory = directory_of(name)
+    plan = blueprint(read_config(directory), cache, "fp32")
+    layout = make_layout(plan.memories, plan.hidden, 4 if make_layout(plan.memories, plan.hidden, None).block_spans else None)
+    blocks = -(-max(lengths) // layout.block_tokens) + 1
+    sides = tuple(steps_of.Side(plan, layout, directory, "fp32", len(lengths), blocks, there) for there in (False, True))
+    steps_of.compare(sides, lengths, cuts, 1, 67, 1e-5 if cache == "fp32" else 2e-2)
+
+
+class Serving:
+    """A scheduler and a runner of the CPU or of a GPU, over an arena full of NaN."""
+
+    def __init__(self, directory: Path, is_there: bool, most_tokens: int) -> None:
+        plan = blueprint(read_config(directory), "fp32", "fp32")
+        layout = make_layout(plan.memories, plan.hidden, 4, min_page_bytes=4096)
+        device = DEVICE if is_there else torch.device("cpu")
+        arena = DeviceArena(layout, 60, device)
+        arena.bytes.fill_(255)
+        with Checkpoint(directory, plan.names) as checkpoint:
+            if is_there:
+                from lamina.runtime.device_runner import DeviceRunner
+                from lamina.runtime.device_sampler import DeviceSampler
+
+                model = plan.load_device(
+                    checkpoint, Target(device, MACHINE, torch.float32, "fp8"), lambda spec: arena.store(spec.key, spec.codec)
+                )  # fmt: skip
+                sampler = DeviceSampler(4, plan.vocab_size, device)
+                self.runner = DeviceRunner(model, arena, sampler, 4, most_tokens, 100, device, True)
+            else:
+                model = plan.load(checkpoint, "fp32", lambda spec: arena.store(spec.key, spec.codec))
+                self.runner = Runner(model, arena, plan.rings, 4, device, 4)
+        self.scheduler = Scheduler(Ledger(layout, 60), most_tokens, 4, plan.vocab_size, overlaps=is_there)
+
+    def answers(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        made = {n: Request(n, f"r{n}", tuple(ids), params, n, count, frozenset()) for n, ids in enumerate(prompts, start=1)}
+        for one in made.values():
+            self.scheduler.add(one)
+        flying: deque = deque()
+        while True:
+            while len(flying) < 2 and (step := self.scheduler.plan()) is not None:
+                flying.append((step, self.runner.execute(step)))
+                if not self.scheduler.overlaps:
+                    break
+            if not flying:
+                return [list(one.output) for one in made.values()]
+            step, launched = flying.popleft()
+            self.scheduler.apply(step, launched.result(), made)
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", ["biases", "window"])
+def test_whole_answers(name: str, directory_of: Callable[[str], Path]) -> None:
+    """Greedy tokens of the GPU's runner, one step ahead, are the CPU's: without slots, and with windows in them; cold and after hits."""
+    draw = torch.Generator().manual_seed(1)
+    longest, count = (90, 8) if HAS_GPU else (13, 3)
+    prompts = [torch.randint(3, 67, (length,), generator=draw).tolist() for length in (longest, 1)]
+    cpu, there = (Serving(directory_of(name), is_there, 10) for is_there in (False, True))
+    truth = cpu.answers(prompts, count)
+    assert there.answers(prompts, count) == truth
+    assert there.answers(prompts[:1], 1) == [truth[0][:1]]
+
+
+# Refusals --------------------------------------------------------------------------------------------------------------
+
+
+def refuses(part: object) -> str | None:
+    from lamina.models.network_device import refuses_network
+
+    norm = Norm("norm.weight", 1e-5)
+    network = Network(9, 32, "embed", ((Branch(part, norm),),), norm, None, ())
+    return refuses_network(network, Machine("cuda", (9, 0), True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_refusals() -> None:
+    attention = Attention("attn", 4, 2, 8, 1.0, "kv", rope=Rope(8, 1e4))
+    mlp = Mlp("mlp", 40)
+    experts = Experts("mlp", 4, 16, Router("softmax", 2), "gate")
+    assert refuses(attention) is None and refuses(mlp) is None and refuses(experts) is None
+    assert refuses(replace(attention, norm_all=True)) == "norms over all heads' dims: no GPU kernels yet"
+    assert refuses(replace(attention, dim=300)) == "heads must have 1 to 256 dims, not 300"
+    assert refuses(replace(experts, router=Router("sigmoid", 2, groups=4))) == "routing in groups: no GPU kernels yet"
+    assert refuses(object()) == "object layers have no GPU kernels yet"
+
+
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")
+def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
+    """The tests above, once more with Triton's interpreter."""
+    run_interpreted(__file__)
+
+
