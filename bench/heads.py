@@ -2,8 +2,8 @@
 
     python bench/heads.py [--only attend|step] [--rival] [--tune] [--batches 1,8,32] [--json FILE] [--commit NAME]
 
-attend  32 query heads over 8 key/value heads of 128, bf16: decodes over pages of 16 tokens drawn at random, and a prefill of 4,096.
-        Figures are medians of CUDA-graph replays; a graph holds several calls with rows of their own, so that few are still in L2.
+attend  32 query heads over 8 key/value heads of 128, bf16: decodes over pages of 16 tokens drawn at random, a prefill of 4,096.
+        Figures are medians of CUDA-graph replays; a graph holds several calls with rows of their own, so few are still in L2.
         The roof is the larger of the bytes at the copy rate and the products at the bf16 rate. The rival is PyTorch's flash
         attention in the same run, whose keys and values lie together instead of in pages.
 step    one decode step of a model of 8 billion parameters, 32 layers, with random weights that are made on the GPU: forward pass,
@@ -41,6 +41,7 @@ from lamina.weights.loader import StoredTensor
 HEADS, KV_HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 16
 BF16_FLOPS = 790e12
 _LOG_BYTES = 800_000_000
+ROW_BYTES = 4 * KV_HEADS * DIM * 32  # of a token in 32 layers
 BF16 = torch.bfloat16
 #: config.json of a model of 8 billion parameters
 EIGHT = {
@@ -74,8 +75,8 @@ class Line:
     def show(self) -> None:
         """One row of the table."""
         print(
-            f"{self.op:7s} {self.shape:26s} {self.us:10.1f} us ({self.low_us:.1f}-{self.high_us:.1f}) | {self.bytes / 1e6:9.1f} MB |"
-            f" {self.bytes / self.us / 1e6:5.2f} TB/s | {self.flops / self.us / 1e6:5.0f} TFLOP/s | {self.share_of_roof:4.0%} of roof |"
+            f"{self.op:7s} {self.shape:22s} {self.us:9.1f} us ({self.low_us:.1f}-{self.high_us:.1f}) | {self.bytes / 1e6:.1f} MB |"
+            f" {self.bytes / self.us / 1e6:.2f} TB/s | {self.flops / self.us / 1e6:.0f} TFLOP/s | {self.share_of_roof:.0%} of roof |"
             f" {self.ratio:5.2f}x {self.rival} ({self.rival_us:.1f} us) | {self.detail}",
             flush=True,
         )
@@ -222,6 +223,10 @@ class RandomWeights:
     def __init__(self) -> None:
         self.num_bytes = 0
 
+    def has(self, name: str) -> bool:
+        """All."""
+        return True
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """fp32: norms."""
         self.num_bytes += 4 * torch.Size(shape).numel()
@@ -252,11 +257,9 @@ def load(pool_bytes: int) -> tuple[DeviceNetworkModel, DeviceArena, int]:
     return model, arena, source.num_bytes - model.embed.nbytes
 
 
-def step(batches: list[int], contexts: list[int], has_rival: bool, commit: str) -> list[Line]:
-    """Lines of whole decode steps."""
-    device, lines = torch.cuda.get_device_name(), []
-    row_bytes = 4 * KV_HEADS * DIM * 32
-    model, arena, weight_bytes = load(max(batches) * (max(contexts) + 1024) * row_bytes)
+def ours(batches: list[int], contexts: list[int]) -> tuple[dict[tuple[int, int], tuple[float, float, float]], int]:
+    """us of each step, and bytes of the weights that a step reads."""
+    model, arena, weight_bytes = load(max(batches) * (max(contexts) + 1024) * ROW_BYTES)
     blocks = arena.layout.blocks_for(max(contexts))
     times = {}
     for batch in batches:
@@ -270,12 +273,18 @@ def step(batches: list[int], contexts: list[int], has_rival: bool, commit: str) 
                     return model.logits(model.forward(tokens, rows, "decode", context), "decode").argmax(-1)
 
             times[batch, context] = time_us([run], 15)
-    del model, arena
+    return times, weight_bytes
+
+
+def step(batches: list[int], contexts: list[int], has_rival: bool, commit: str) -> list[Line]:
+    """Lines of whole decode steps."""
+    device, lines = torch.cuda.get_device_name(), []
+    times, weight_bytes = ours(batches, contexts)
     gc.collect()
     torch.cuda.empty_cache()
     rival = transformers_us(batches, contexts) if has_rival else {}
     for (batch, context), (us, low, high) in times.items():
-        num_bytes = weight_bytes + batch * context * row_bytes
+        num_bytes = weight_bytes + batch * context * ROW_BYTES
         flops = batch * (weight_bytes + 4 * HEADS * DIM * 32 * context)  # two for each weight of two bytes
         floor, other = num_bytes / COPY_BYTES_S * 1e6, rival.get((batch, context), 0.0)
         line = Line(

@@ -39,7 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first, all in one worker and its one process with an interpreter; the other steals what is short."""
-    items.sort(key=lambda item: item.name != "test_interpreted")
+    items.sort(key=lambda item: not item.name.startswith("test_interpreted"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Kernels run in the interpreter in two parts: what `make test` runs, and the long tests."""
+    if "run_interpreted" in metafunc.fixturenames:
+        parts = [pytest.param("not long", id="short"), pytest.param("long", marks=pytest.mark.long)]
+        metafunc.parametrize("run_interpreted", parts, indirect=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -94,9 +101,19 @@ def rows() -> ModuleType:
     return load_helper("ops/rows.py")
 
 
+@pytest.fixture
+def run_interpreted(request: pytest.FixtureRequest, interpreter: Callable[[str, str], None]) -> Callable[[str], None]:
+    """run_interpreted(file): runs a file's tests of kernels in Triton's interpreter, the long ones or the others."""
+
+    def run(file: str) -> None:
+        interpreter(file, request.param)
+
+    return run
+
+
 @pytest.fixture(scope="session")
-def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], None]]:
-    """run_interpreted(file): runs a file's tests of kernels in Triton's interpreter; fails as they fail.
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], None]]:
+    """interpreter(file, "long" or "not long"): runs those tests of kernels in Triton's interpreter; fails as they fail.
 
     One process for all files (tests/ops/interpreter.py): importing PyTorch and Triton takes longer than many of them.
     """
@@ -104,7 +121,7 @@ def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
     logs = tmp_path_factory.mktemp("interpreted")
     process: subprocess.Popen[str] | None = None
 
-    def run(file: str, timeout_s: float = 900) -> None:
+    def run(file: str, part: str, timeout_s: float = 900) -> None:
         nonlocal process
         if process is None:
             command = [sys.executable, str(_FOLDER / "ops" / "interpreter.py")]
@@ -112,13 +129,15 @@ def run_interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
             )
         assert process.stdin is not None and process.stdout is not None
-        log = logs / f"{Path(file).stem}.log"
-        process.stdin.write(f"{log} {file}\n")
+        log = logs / f"{Path(file).stem}-{part.replace(' ', '-')}.log"
+        process.stdin.write(f"{log}\t{file}\t{part}\n")
         process.stdin.flush()
         if not select.select([process.stdout], [], [], timeout_s)[0]:
             os.killpg(process.pid, signal.SIGKILL)
         code = process.stdout.readline()
         text = log.read_text(errors="replace") if log.exists() else ""
+        if part == "long" and code == f"{int(pytest.ExitCode.NO_TESTS_COLLECTED)}\n":
+            return  # none of this file's is long
         assert code == "0\n", f"exit code {code.strip() or 'none'}\n{text[-6000:]}"
         assert " passed" in text
 

@@ -219,7 +219,7 @@ def test_an_error_is_one_line(
     check_error(code, printed.err, expected)
 
 
-@pytest.mark.parametrize("number", [1, 12])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.long), 12])
 def test_a_process_ends_with_that_line_and_code(model: str, number: int) -> None:
     code, args, expected = ERRORS[number]
     done = run(*(model if arg == "MODEL" else arg for arg in args))

@@ -54,7 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
 
 
-
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; 1 if a predicted figure is not the one that was counted."""
     make_printable(sys.stdout)

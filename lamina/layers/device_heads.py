@@ -34,16 +34,16 @@ class DeviceContext:
     angles: tuple[tuple[Tensor, Tensor], ...]
     dtype: torch.dtype
     has_fp8: bool
-    _warmths: dict[tuple[float, float], Tensor] = field(default_factory=dict)
+    _warmths: dict[tuple[float, float, float], Tensor] = field(default_factory=dict)
 
-    def warmth(self, temperature: tuple[float, float] | None) -> Tensor | None:
-        """[T] fp32 that multiplies queries: 1 + attn_scale * log(1 + floor((p + 1) / floor_scale))."""
+    def warmth(self, temperature: tuple[float, float, float] | None) -> Tensor | None:
+        """[T] fp32 that multiplies queries at position p: 1 + amount * log(1 + floor((p + first) / step))."""
         if temperature is None:
             return None
         if temperature not in self._warmths:
-            floor_scale, attn_scale = temperature
-            steps = torch.floor((self.rows.positions.float() + 1.0) / floor_scale)
-            self._warmths[temperature] = torch.log(steps + 1.0) * attn_scale + 1.0
+            step, amount, first = temperature
+            steps = torch.floor((self.rows.positions.float() + first) / step)
+            self._warmths[temperature] = torch.log(steps + 1.0) * amount + 1.0
         return self._warmths[temperature]
 
     def times(self, x: Activation, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
@@ -70,7 +70,7 @@ class DeviceHeads:
     k_norm: HeadNorm | None = None
     v_norm_eps: float = 0.0
     norm_after_rope: bool = False
-    temperature: tuple[float, float] | None = None
+    temperature: tuple[float, float, float] | None = None
 
     @property
     def reads_fp8(self) -> bool:

@@ -11,7 +11,7 @@ from lamina.layers.heads import Context, Layer, RmsNorm
 from lamina.layers.projection import Projection
 from lamina.models.network import Network, Norm, Rope
 from lamina.ops.attend_heads import Past
-from lamina.ops.gemm import prepared
+from lamina.ops.gemm import packed
 from lamina.ops.store import EntryCodec, Store
 from lamina.weights.loader import TensorSource
 
@@ -55,7 +55,7 @@ class Builder:
     def product(self, weight: Tensor) -> Tensor:
         """A weight [out, in] as products read it."""
         self.shapes.add((weight.shape[1], weight.shape[0]))
-        return prepared(weight)
+        return packed(weight)
 
     def store(self, memory: str, codec: EntryCodec, *fields: str) -> Store:
         """The store of the fields (all, unless some are named) of a memory of the layer that is being built."""
@@ -85,10 +85,11 @@ def head_order(dim: int, rope: Rope | None) -> Tensor:
     """The dims of a head in the order in which layers have them: those not rotated, then the rotated ones pair by pair."""
     if rope is None:
         return torch.arange(dim)
-    rotated = torch.arange(rope.dim)
+    num_rotated = rope.dim + rope.dim % 2  # an odd share of a head's dims: its last pair is whole
+    rotated = torch.arange(num_rotated)
     if not rope.is_pairs:
         rotated = rotated.view(2, -1).t().flatten()
-    return torch.cat([torch.arange(rope.dim, dim), rotated])
+    return torch.cat([torch.arange(num_rotated, dim), rotated])
 
 
 def build_projection(builder: Builder, name: str, rows: int, columns: int, bias: bool) -> Projection:

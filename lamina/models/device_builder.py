@@ -73,7 +73,9 @@ class DeviceBuilder:
 
     def joined(self, names: list[str], rows: list[int]) -> StoredWeight:
         """Matrices that read the residual's width as one; expanded, with a line in the log, where the formats do not allow it."""
-        parts = [Projection(name, self.weight(name, count, self.width), self.dtype) for name, count in zip(names, rows, strict=True)]
+        parts = [
+            Projection(name, self.weight(name, count, self.width), self.dtype) for name, count in zip(names, rows, strict=True)
+        ]
         stacked = stack(parts).products
         if len(stacked) == 1:
             return stacked[0].weight
@@ -160,6 +162,8 @@ def build_attention(builder: DeviceBuilder, part: object) -> DeviceLayer:
 
 def refuses_mlp(part: Mlp, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
+    if part.cut is not None:
+        return "gates that are cut below a quantile: no GPU kernels yet"
     return None if part.activation in ACTIVATIONS else f"activation {part.activation}: no GPU kernels yet"
 
 
@@ -168,13 +172,13 @@ def build_mlp(builder: DeviceBuilder, part: object) -> DeviceMlp:
     assert isinstance(part, Mlp)
     gate, up, down = part.names
     names = [f"{part.prefix}.{name}" for name in (gate, up) if name is not None]
-    rows = [part.width] * len(names)
+    rows = [part.width * (1 + part.is_fused)] * len(names)
     return DeviceMlp(
         w_in=builder.joined([f"{name}.weight" for name in names], rows),
         b_in=builder.biases([f"{name}.bias" for name in names], rows) if part.bias else None,
         w_out=builder.weight(f"{part.prefix}.{down}.weight", builder.width, part.width),
         bias=builder.take(f"{part.prefix}.{down}.bias", builder.width) if part.bias else None,
-        activation=part.activation, has_gate=gate is not None, multipliers=part.multipliers,
+        activation=part.activation, has_gate=gate is not None or part.is_fused, multipliers=part.multipliers,
     )  # fmt: skip
 
 
@@ -182,8 +186,11 @@ def refuses_experts(part: Experts, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
     if part.router.groups > 1:
         return "routing in groups: no GPU kernels yet"
-    if part.shared is not None and part.shared.bias:
-        return "a shared expert with biases: no GPU kernels yet"
+    if part.shared is not None:
+        if part.shared.bias:
+            return "a shared expert with biases: no GPU kernels yet"
+        if why := refuses_mlp(part.shared, machine):
+            return why
     return route_refuses(machine, RouteCase(part.num, part.router.top_k))
 
 
@@ -236,7 +243,9 @@ class _Gathered:
             if tensor.scales is not None:
                 self.scales = tensor.scales.new_empty(self.num, self.parts * tensor.scales.shape[0], tensor.scales.shape[1])
         if tensor.codes.dtype != self.codes.dtype:
-            raise WeightError(f"tensor {name!r}: expected {self.codes.dtype} as the layer's other experts, found {tensor.codes.dtype}")
+            raise WeightError(
+                f"tensor {name!r}: expected {self.codes.dtype} as the layer's other experts, found {tensor.codes.dtype}"
+            )
         self.codes[expert, part * rows : (part + 1) * rows] = tensor.codes
         if tensor.scales is not None:
             count = tensor.scales.shape[0]

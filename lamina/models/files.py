@@ -3,6 +3,8 @@
 The one place that knows both. A GGUF file answers for the JSON files that the model had before it was converted.
 """
 
+import importlib.util
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from lamina.base.errors import ConfigError
 from lamina.models.gguf_config import config_values, converted_tensors
 from lamina.models.gguf_tokenizer import tokenizer_config, tokenizer_json
 from lamina.weights import headers
-from lamina.weights.gguf_header import SUFFIX, read_gguf
+from lamina.weights.gguf_header import QUANTISED, SUFFIX, read_gguf
 from lamina.weights.headers import Stored
 
 CONFIG = "config.json"
@@ -63,6 +65,12 @@ def list_stored(checkpoint: Path) -> list[Stored]:
         return headers.list_stored(checkpoint)
     found = converted_tensors(read_gguf(checkpoint))
     return [Stored(checkpoint, one.name, one.tensor.dtype, one.tensor.shape, one.tensor.nbytes) for one in found]
+
+
+def missing_library(tensors: Iterable[Stored]) -> str | None:
+    """The extra of this package that brings what reads them, if it is not installed."""
+    needs = any(tensor.dtype in QUANTISED for tensor in tensors)
+    return "gguf" if needs and importlib.util.find_spec("gguf") is None else None
 
 
 def weight_files(checkpoint: Path) -> list[Path]:

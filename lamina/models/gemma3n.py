@@ -75,7 +75,8 @@ def network(values: Mapping[str, object]) -> Network:
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )  # fmt: skip
     return Network(
-        decoder.vocab_size, decoder.hidden_size, "model.embed_tokens.weight", tuple((layer(each),) for each in range(layers)),
+        decoder.vocab_size, decoder.hidden_size, "model.embed_tokens.weight",
+        tuple((Branch(layer(each), None, kept=0.0),) for each in range(layers)),
         Norm("model.norm.weight", eps), None if decoder.tied else "lm_head.weight", end_tokens(values, "text_config"),
         decoder.hidden_size**0.5, softcap=softcap_of(fields, "final_logit_softcapping", 30.0),
         names=names_of(decoder, ignored=unused), closing=Closing("model", sizes.streams),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lamina.base.errors import WeightError
+from lamina.weights.gguf_header import QUANTISED
 from lamina.weights.headers import Stored
 from lamina.weights.names import NameScheme, Place
 
@@ -91,7 +92,7 @@ class _Search:
         elif dtype == "F8_E4M3" and len(need.shape) == 2:
             rows, columns = need.shape
             self._judge_scale(need.name, (-(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK)), "F8_E4M3")
-        elif dtype not in _PLAIN:
+        elif dtype not in _PLAIN and dtype not in QUANTISED:
             self._note(need.name, "F32, BF16, F16, or an F8_E4M3 or packed FP4 matrix", source)
 
     def _judge_fp4(self, need: Needed, source: _Source) -> None:

@@ -149,7 +149,7 @@ Part: TypeAlias = object
 class Branch:
     """kept * x + scale * after(part(before(x))); norms may be missing.
 
-    keeps_normed  before(x) is what goes on in place of x.
+    keeps_normed  before(x) is what goes on in place of x.   kept  0: what the part gives is the next residual.
     """
 
     part: Part
@@ -165,7 +165,6 @@ class Network:
     """The whole decoder.
 
     embed, head   names of the tensors; head None: the embedding once more.   embed_scale  of the embedded rows.
-    layers        a part that is in no branch takes the whole residual and gives the next one.
     opening, closing  parts that turn embedded rows into the residual, and back before the norm; None: they are the same.
     head_may_miss a checkpoint without the head means the embedding once more.
     logit_scale, softcap  logits are logit_scale * hidden @ head, capped as scores are.
@@ -175,7 +174,7 @@ class Network:
     vocab_size: int
     hidden_size: int
     embed: str
-    layers: tuple[tuple[Branch | Part, ...], ...]
+    layers: tuple[tuple[Branch, ...], ...]
     norm: Norm
     head: str | None
     eos_token_ids: tuple[int, ...]

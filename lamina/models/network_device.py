@@ -62,8 +62,8 @@ class DeviceNetworkModel:
     ratios: tuple[int, ...] = ()
 
     def __init__(
-        self, network: Network, dtype: torch.dtype, embed: Tensor, first: Joint, steps: tuple[DeviceStep, ...], head: StoredWeight,
-        angles: tuple[tuple[Tensor, float], ...], has_fp8: bool, only_portable: bool,
+        self, network: Network, dtype: torch.dtype, embed: Tensor, first: Joint, steps: tuple[DeviceStep, ...],
+        head: StoredWeight, angles: tuple[tuple[Tensor, float], ...], has_fp8: bool, only_portable: bool,
     ) -> None:  # fmt: skip
         self.network = network
         self.dtype = dtype
@@ -134,17 +134,20 @@ def load_device_network(
             layers.append(builder.build(branch.part))
             norms.append(tuple(None if norm is None else builder.norm(norm) for norm in (branch.before, branch.after)))
     last = builder.norm(network.norm)
-    head = table if network.head is None else builder.weight(network.head, network.vocab_size, network.hidden_size)
+    is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))
+    head = table if is_tied else builder.weight(str(network.head), network.vocab_size, network.hidden_size)
     source.finish()
     steps = []
     for number, (branch, layer, (_, after)) in enumerate(zip(branches, layers, norms, strict=True)):
         is_last = number + 1 == len(layers)
-        joint = Joint(last if is_last else norms[number + 1][0], after, layer.bias, branch.scale)
+        keeps_normed = not is_last and branches[number + 1].keeps_normed
+        joint = Joint(
+            last if is_last else norms[number + 1][0], after, layer.bias, branch.scale, branch.kept, keeps_normed
+        )  # fmt: skip
         steps.append(DeviceStep(layer, joint, not is_last and has_fp8 and layers[number + 1].reads_fp8))
     angles = tuple((inv_freq.to(device), factor) for inv_freq, factor in map(rope_frequencies, builder.ropes))
-    return DeviceNetworkModel(
-        network, dtype, _rows_of(table), Joint(norms[0][0]), tuple(steps), head, angles, has_fp8, only_portable
-    )  # fmt: skip
+    first = Joint(norms[0][0], keeps_normed=branches[0].keeps_normed)
+    return DeviceNetworkModel(network, dtype, _rows_of(table), first, tuple(steps), head, angles, has_fp8, only_portable)
 
 
 def _rows_of(table: StoredWeight) -> Tensor:
@@ -156,6 +159,9 @@ def _rows_of(table: StoredWeight) -> Tensor:
 def refuses_network(network: Network, machine: Machine) -> str | None:
     """Why a network is not served on a machine, in one line, or None."""
     found: list[str | None] = [residual_refuses(machine, network.hidden_size)]
+    for part in (network.opening, network.closing):
+        if part is not None:
+            found.append(f"{type(part).__name__} layers have no GPU kernels yet")
     for branches in network.layers:
         for branch in branches:
             found += _refusals(branch.part, machine)

@@ -45,7 +45,11 @@ def read_rope(
     if "original_max_position_embeddings" not in numbers and "original_max_position_embeddings" in fields.values:
         numbers["original_max_position_embeddings"] = fields.values["original_max_position_embeddings"]
     told = tuple((name, _frozen(value)) for name, value in sorted(numbers.items()) if kind != "default")
-    return Rope(int(dim * share), base, kind, told, is_pairs, max_positions)
+    rotated = int(dim * share)
+    if rotated < 1 or rotated + rotated % 2 > dim or (rotated % 2 and kind != "default"):
+        allowed = f"a share of the {dim} dims of a head that is a number of pairs"
+        raise ConfigError(f"{scaling.prefix}partial_rotary_factor", share, allowed)
+    return Rope(rotated, base, kind, told, is_pairs, max_positions)
 
 
 def _frozen(value: object) -> object:

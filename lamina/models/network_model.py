@@ -166,7 +166,10 @@ class _Residual:
         if self.after is not None:
             found = rounded(self.after.forward(found), dtype)
         x = read if self.keeps_normed else x
-        return rounded((x if self.kept == 1 else x * self.kept) + (found if self.scale == 1 else found * self.scale), dtype)
+        found = found if self.scale == 1 else found * self.scale
+        if self.kept == 0:
+            return rounded(found, dtype)
+        return rounded((x if self.kept == 1 else x * self.kept) + found, dtype)
 
 
 class NetworkModel:
@@ -227,7 +230,7 @@ def load_network(
     layers = []
     for number, branches in enumerate(network.layers):
         builder.layer = number
-        layers.append(tuple(_residual(builder, each) if isinstance(each, Branch) else builder.build(each) for each in branches))
+        layers.append(tuple(_residual(builder, branch) for branch in branches))
     last = () if network.closing is None else ((builder.build(network.closing),),)
     norm = builder.norm(network.norm, network.hidden_size)
     is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))

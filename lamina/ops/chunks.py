@@ -21,6 +21,8 @@ from lamina.ops.store import Store
 CHUNK = TILE
 #: numbers that the largest tensor of the chunks that are computed at once may have
 _MOST_NUMBERS = 2**22
+#: numbers of states that are gone over several times in a row, while they are near (measured: half of the time of large states)
+_CACHED_NUMBERS = 2**17
 
 
 class Chunks(Protocol):
@@ -114,6 +116,12 @@ def run_chunks(kind: Recurrence, store: Store, sequences: Sequences) -> Tensor:
 def gathered(values: Tensor, index: Tensor) -> Tensor:
     """values [T, ...] at index [...] -> [*index, ...], a new tensor."""
     return values.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
+def in_cache(parts: int, numbers: int) -> list[slice]:
+    """`parts` states of `numbers` each, cut so that a processor's cache holds what is worked on at once."""
+    step = max(1, _CACHED_NUMBERS // numbers)
+    return [slice(first, first + step) for first in range(0, parts, step)]
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lamina.memory.layout import Layout, make_layout
 from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices, Description
 from lamina.models.families import FAMILIES, describe
-from lamina.models.files import is_gguf, list_stored, read_config
+from lamina.models.files import is_gguf, list_stored, missing_library, read_config
 from lamina.models.needed import Findings, check_tensors
 from lamina.plan.facts import printable
 from lamina.weights.headers import INDEX, Stored, read_header
@@ -250,6 +250,9 @@ class _Model:
             told = [_told(error)]
         else:
             self._judge_links({tensor.path for tensor in tensors})
+            library = missing_library(tensors)
+            if library is not None:
+                self.notes.no(f"quantised tensors of a GGUF file are read by a library: pip install 'lamina[{library}]'")
             return tensors
         absent = _absent_files(self.directory)
         if absent:

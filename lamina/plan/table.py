@@ -139,7 +139,7 @@ def layout_lines(plan: Plan) -> list[str]:
         lines.append(f"slot        {_pages(plan.slot_pages)} ({size}) for each running request")
         lines.append(f"checkpoint  {spread}, and the open block: a point where a prefix can be taken up again")
     else:
-        lines.append("slot        none: a prefix can be taken up again at any token that is stored")
+        lines.append("slot        none: a prefix is taken up again where a whole block of it is stored")
     return [*lines, f"layout id   {plan.layout_id}"]
 
 

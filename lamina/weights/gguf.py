@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.base.errors import ConfigError, WeightError
-from lamina.weights.gguf_header import Converted, GgufTensor
+from lamina.weights.gguf_header import QUANTISED, Converted, GgufTensor
 from lamina.weights.headers import Stored
 from lamina.weights.names import Place
 
@@ -36,7 +36,7 @@ class GgufFiles:
                 raise WeightError(f"tensor {one.name!r} is stored twice in {path.name}: {both}")
             self._tensors[one.name] = one
         dtypes = {one.tensor.dtype for one in self._tensors.values()}
-        self._decode = _quantised(path) if dtypes - _AS_STORED.keys() else None
+        self._decode = _quantised(path) if dtypes & QUANTISED else None
         self.plain = frozenset(dtypes)
 
     def tensors(self) -> list[Stored]:

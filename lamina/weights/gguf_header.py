@@ -36,6 +36,8 @@ _TYPES = {
     20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
+#: element types that come in blocks, which the library gguf reads
+QUANTISED = frozenset(name for name, block, _ in _TYPES.values() if block > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ def test_a_stream_that_is_never_read_is_cancelled_when_it_goes(make: Make, ids: 
 
 @pytest.mark.parametrize(
     ("budget", "more_pages"),
-    [(33, 0), (1024, 1), (33, 3), *(pytest.param(*more, marks=pytest.mark.long) for more in ((33, 1), (1024, 0), (1024, 3)))],
+    [(33, 0), (1024, 1), *(pytest.param(*more, marks=pytest.mark.long) for more in ((33, 1), (33, 3), (1024, 0), (1024, 3)))],
 )
 def test_a_tiny_pool_serves_everyone_exactly(
     make: Make, driving: ModuleType, ids: Ids, expect: Expect, more_pages: int, budget: int

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +30,7 @@ if importlib.util.find_spec("xgrammar") is None:
     pytest.skip("xgrammar is not installed", allow_module_level=True)
 
 from lamina.engine.grammar import CompiledGrammar, GrammarCompiler, import_library, quoted
+from lamina.engine.grammar_vocabulary import Vocabulary, read_vocabulary
 
 EOS = 1
 VOCAB = 1024
@@ -479,6 +482,26 @@ def test_who_has_to_wait_for_what_takes_too_long_is_told_to_come_again(engine: E
             time.sleep(0.05)
     found = compiler.stats()
     assert found.kept >= 1 and sum(found.compiled) >= 1 and found.total_s > 0
+    compiler.close()
+
+
+def test_the_loop_does_not_wait_for_the_first_compiler(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a large vocabulary is read for the first grammar, what the engine's loop asks is answered."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def read(directory: Path, vocab_size: int) -> Vocabulary:
+        begun.set()
+        assert goes_on.wait(30)
+        return read_vocabulary(directory, vocab_size)
+
+    monkeypatch.setattr("lamina.engine.grammar.read_vocabulary", read)
+    compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), limit_s=60, num_threads=2)
+    first = compiler.submit(Grammar("regex", "a+"))
+    assert begun.wait(30)
+    with ThreadPoolExecutor(1) as loop:
+        second = loop.submit(lambda: (compiler.stats(), compiler.submit(Grammar("regex", "b+")))[1]).result(20)
+        goes_on.set()
+    assert first.result(30).start((EOS,)).mask() != second.result(30).start((EOS,)).mask()
     compiler.close()
 
 

@@ -433,8 +433,10 @@ ASKED = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, 
     ("name", "formats", "start"),
     # 1,000 tokens fill 3 blocks of 256. The replay begins at the last multiple of 128 that is far enough before 768:
     # 768 - 636 = 132, 768 - 635 = 133, 768 - 173 = 595, 768 - 524 = 244, 768 - 134 = 634.
-    [(*setup[:2], start) for setup, start in zip(SETUPS, (128, 128, 512, 128, 512), strict=True)],
-    ids=[name for name, _, _ in SETUPS],
+    [
+        pytest.param(*setup[:2], start, id=setup[0], marks=[] if setup[0] in ("flash", "blocks") else [pytest.mark.long])
+        for setup, start in zip(SETUPS, (128, 128, 512, 128, 512), strict=True)
+    ],
 )
 def test_asked_again_after_the_checkpoints_are_lost(
     name: str, formats: Formats, start: int, budget: int | None, model_of: Callable[[str], Path], driving: ModuleType,

@@ -36,6 +36,7 @@ class Recipe:
     scale      of every random matrix, beside 1 / sqrt(width).   fixed  name parts of parameters that keep their first values.
     budgets    tokens of a step that are tried.   llm  other settings of the engine.
     edit       changes the model and the files that it saved, where a release is unlike what Transformers writes.
+    is_long    options of a family that another recipe has too: `make test` only compares its scores with Transformers'.
     """
 
     config: str
@@ -48,9 +49,10 @@ class Recipe:
     scale: float = 1.0
     text: str = ""
     fixed: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = (1, 3, 7, 64, 129)
+    budgets: tuple[int, ...] = (1, 7, 64, 129)
     llm: dict[str, object] = field(default_factory=dict)
     edit: Callable[[nn.Module, Path], None] | None = None
+    is_long: bool = False
 
     @property
     def lengths(self) -> list[int]:

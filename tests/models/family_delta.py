@@ -98,7 +98,7 @@ RECIPES = {
         DELTA | {"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts": 0, "linear_num_key_heads": 1,
                  "linear_num_value_heads": 2, "linear_conv_kernel_dim": 1, "partial_rotary_factor": 1.0,
                  "tie_word_embeddings": True},
-        exact=False, seed=2, borders=(64,), scale=SCALE,
+        exact=False, seed=2, is_long=True, borders=(64,), scale=SCALE,
     ),
     "minimax": Recipe(
         "MiniMaxConfig",
@@ -108,14 +108,14 @@ RECIPES = {
     "minimax-defaults": Recipe(
         "MiniMaxConfig",
         LIGHTNING | {"num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 10, "tie_word_embeddings": True},
-        exact=False, seed=4, borders=(64, 256), budgets=(7, 129),
+        exact=False, seed=4, is_long=True, borders=(64, 256), budgets=(7, 129),
     ),
     "minimax-text-01": Recipe(
         "MiniMaxConfig", RELEASED, exact=False, seed=5, borders=(64, 128), budgets=(7, 64, 129),
         edit=lambda model, directory: _as_released(model, directory, 8, True, "minimax_text_01"),
     ),
     "minimax-m1": Recipe(
-        "MiniMaxConfig", RELEASED, exact=False, seed=6, borders=(64,), budgets=(7, 129),
+        "MiniMaxConfig", RELEASED, exact=False, seed=6, is_long=True, borders=(64,), budgets=(7, 129),
         edit=lambda model, directory: _as_released(model, directory, 6, False, "MiniMaxM1"),
     ),
 }  # fmt: skip

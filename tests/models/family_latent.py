@@ -41,7 +41,7 @@ RECIPES = {
         "DeepseekV3Config",
         BASE | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False,
                 "attention_bias": True, "num_hidden_layers": 2},
-        seed=4, llm=SMALL,
+        seed=4, is_long=True, llm=SMALL,
     ),
     # an index that chooses from the second tile of queries on; the other in the middle of the first
     "deepseek-v3.2": Recipe(
@@ -52,6 +52,6 @@ RECIPES = {
     "deepseek-v3.2-few": Recipe(
         "DeepseekV32Config",
         BASE | INDEX | {"n_group": 2, "topk_group": 2, "index_topk": 21, "num_hidden_layers": 2, "attention_bias": True},
-        seed=6, borders=(21, 64, 130), llm=SMALL,
+        seed=6, is_long=True, borders=(21, 64, 130), llm=SMALL,
     ),
 }  # fmt: skip

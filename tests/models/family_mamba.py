@@ -27,7 +27,7 @@ RECIPES = {
         "JambaConfig",
         BASE | CHANNELS | {"num_experts": 1, "mamba_d_conv": 3, "mamba_dt_rank": 5, "mamba_proj_bias": True,
                            "mamba_conv_bias": False, "tie_word_embeddings": True, "mamba_expand": 1},
-        borders=(3, 64, 128), exact=False, seed=2,
+        borders=(3, 64, 128), exact=False, seed=2, is_long=True,
     ),
     "bamba": Recipe("BambaConfig", BASE | HEADS | {"attn_layer_indices": [1]}, borders=BORDERS, exact=False, seed=3),
     "bamba-bias": Recipe(
@@ -35,7 +35,7 @@ RECIPES = {
         BASE | HEADS | {"attn_layer_indices": [2], "mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False,
                         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "mamba_d_conv": 2,
                         "time_step_limit": (0.2, 0.9)},
-        borders=(2, 64, 128), exact=False, seed=4,
+        borders=(2, 64, 128), exact=False, seed=4, is_long=True,
     ),
     "granite-hybrid": Recipe(
         "GraniteMoeHybridConfig",
@@ -48,7 +48,7 @@ RECIPES = {
         "GraniteMoeHybridConfig",
         BASE | HEADS | {"layer_types": [LINEAR, LINEAR, FULL], "num_local_experts": 0, "shared_intermediate_size": 40,
                         "position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True},
-        borders=BORDERS, exact=False, seed=6,
+        borders=BORDERS, exact=False, seed=6, is_long=True,
     ),
     "falcon-h1": Recipe(
         "FalconH1Config",
@@ -64,13 +64,13 @@ RECIPES = {
                         "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True,
                         "tie_word_embeddings": True, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "head_dim": 12,
                         "attention_in_multiplier": 1.3, "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6},
-        borders=BORDERS, exact=False, seed=8,
+        borders=BORDERS, exact=False, seed=8, is_long=True,
     ),
     "falcon-h1-norm-last": Recipe(
         "FalconH1Config",
         BASE | HEADS | {"mamba_d_ssm": None, "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
                         "time_step_limit": (0.1, 0.5), "mamba_conv_bias": False, "num_key_value_heads": 4},
-        borders=BORDERS, exact=False, seed=9,
+        borders=BORDERS, exact=False, seed=9, is_long=True,
     ),
     "nemotron-h": Recipe(
         "NemotronHConfig", NEMOTRON | {"layers_block_type": [LINEAR, "mlp", FULL, LINEAR, "moe"], "moe_latent_size": None},
@@ -81,6 +81,6 @@ RECIPES = {
         NEMOTRON | {"layers_block_type": ["moe", LINEAR, FULL, "mlp"], "moe_latent_size": 20, "use_bias": True, "mlp_bias": True,
                     "use_conv_bias": False, "n_group": 2, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.7,
                     "time_step_min": 0.4, "mlp_hidden_act": "silu", "n_groups": 1},
-        borders=BORDERS, exact=False, seed=11,
+        borders=BORDERS, exact=False, seed=11, is_long=True,
     ),
 }  # fmt: skip

@@ -25,10 +25,10 @@ RECIPES = {
     ),
     "llama-bias": Recipe(
         "LlamaConfig", BASE | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "num_hidden_layers": 2},
-        seed=2, llm=SMALL,
+        seed=2, is_long=True, llm=SMALL,
     ),
     "qwen2": Recipe("Qwen2Config", BASE, seed=3, llm=SMALL),
-    "qwen2-window": Recipe("Qwen2Config", BASE | WINDOWED, seed=4, borders=(20, 64, 84)),
+    "qwen2-window": Recipe("Qwen2Config", BASE | WINDOWED, seed=4, is_long=True, borders=(20, 64, 84)),
     "qwen3": Recipe("Qwen3Config", BASE | {"head_dim": 20, "tie_word_embeddings": True}, seed=5, llm=SMALL),
     "qwen3-moe": Recipe(
         "Qwen3MoeConfig",
@@ -39,11 +39,11 @@ RECIPES = {
     "mistral": Recipe("MistralConfig", BASE | {"sliding_window": 65, "head_dim": 12}, seed=6, borders=(64, 65, 129)),
     "ministral": Recipe(
         "MinistralConfig", BASE | {"sliding_window": 33, "head_dim": 12, "layer_types": [WINDOW, "full_attention", WINDOW]},
-        seed=7, borders=(33, 64, 97),
+        seed=7, is_long=True, borders=(33, 64, 97),
     ),
     # a window larger than a page, which is kept in pages of its own
     "mistral-large-window": Recipe(
         "MistralConfig", BASE | {"sliding_window": 1500, "head_dim": 96, "num_hidden_layers": 2}, seed=8, borders=(1500,),
-        cache="256MiB", budgets=(129, 700),
+        is_long=True, cache="256MiB", budgets=(129, 700),
     ),
 }  # fmt: skip

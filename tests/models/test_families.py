@@ -27,7 +27,12 @@ def helpers() -> ModuleType:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bench" in metafunc.fixturenames:
-        metafunc.parametrize("bench", sorted(helpers().recipes()), indirect=True, scope="module")
+        is_first = metafunc.function is test_scores_and_tokens_are_those_of_transformers
+        names = [
+            pytest.param(name, marks=[pytest.mark.long] if recipe.is_long and not is_first else [])
+            for name, recipe in sorted(helpers().recipes().items())
+        ]
+        metafunc.parametrize("bench", names, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +93,7 @@ def test_company(bench: Any) -> None:
             bench.check_scores(group, known)
 
 
-@pytest.mark.parametrize("loses", [False, True])
-def test_preempted_and_resumed(bench: Any, loses: bool) -> None:
+def test_preempted_and_resumed(bench: Any) -> None:
     """Requests whose memory is taken away on the way, and kept as a checkpoint or lost."""
     prompts = [bench.ids(n, 50 + n) for n in (70, 150)]
     alone = []
@@ -97,13 +101,14 @@ def test_preempted_and_resumed(bench: Any, loses: bool) -> None:
         bench.reset()
         (group,) = bench.serve([prompt], max_tokens=12)
         alone.append(bench.scores(group))
-    bench.reset(40)
     driving = bench.driving
-    between: Callable[[object], None] = driving.preempt_every(45, driving.lose_everything if loses else None)
-    groups = [bench.engine.add(prompt, GREEDY, number, "") for number, prompt in enumerate(prompts)]
-    driving.run_all(bench.engine, groups, between)
-    for group, known in zip(groups, alone, strict=True):
-        bench.check_scores(group, known)
+    for loses in (False, True):
+        bench.reset(40)
+        between: Callable[[object], None] = driving.preempt_every(45, driving.lose_everything if loses else None)
+        groups = [bench.engine.add(prompt, GREEDY, number, "") for number, prompt in enumerate(prompts)]
+        driving.run_all(bench.engine, groups, between)
+        for group, known in zip(groups, alone, strict=True):
+            bench.check_scores(group, known)
 
 
 def test_pages_are_those_predicted(bench: Any) -> None:

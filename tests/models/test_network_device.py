@@ -1,5 +1,5 @@
-"""The GPU's forward pass of networks against the CPU's, and whole answers of its runner: on a GPU if there is one, else small ones
-in Triton's interpreter, in its own process."""
+"""The GPU's forward pass of networks against the CPU's, and whole answers of its runner: on a GPU if there is one, else small
+ones in Triton's interpreter, in its own process."""
 
 import importlib.util
 import os
@@ -39,7 +39,7 @@ steps_of = load_helper("models/test_device_model.py")
 
 COMMON = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "head_dim": 12,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 LONGER = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -49,9 +49,9 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 WINDOWED = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "biases": ("LlamaConfig", COMMON | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LONGER}),
-    "experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": []}),
-    "window": ("Qwen2Config", COMMON | WINDOWED | {"head_dim": None}),
-    "caps": ("Gemma2Config", COMMON | {"sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 2}),
+    "experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": [], "head_dim": 12}),
+    "window": ("Qwen2Config", COMMON | WINDOWED),
+    "caps": ("Gemma2Config", COMMON | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 2}),
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], P
     lengths, cuts = ((300, 77, 20), (64, 130)) if HAS_GPU else ((9, 2), (7,))
     directory = directory_of(name)
     plan = blueprint(read_config(directory), cache, "fp32")
-    layout = make_layout(plan.memories, plan.hidden, 4 if make_layout(plan.memories, plan.hidden, None).block_spans else None)
+    layout = make_layout(plan.memories, plan.hidden, 8, min_page_bytes=4096)
     blocks = -(-max(lengths) // layout.block_tokens) + 1
     sides = tuple(steps_of.Side(plan, layout, directory, "fp32", len(lengths), blocks, there) for there in (False, True))
     steps_of.compare(sides, lengths, cuts, 1, 67, 1e-5 if cache == "fp32" else 2e-2)
@@ -130,7 +130,7 @@ class Serving:
 @runs_kernels
 @pytest.mark.parametrize("name", ["biases", "window"])
 def test_whole_answers(name: str, directory_of: Callable[[str], Path]) -> None:
-    """Greedy tokens of the GPU's runner, one step ahead, are the CPU's: without slots, and with windows in them; cold and after hits."""
+    """Greedy tokens of the GPU's runner, one step ahead, are the CPU's: without slots, and with windows; cold and after hits."""
     draw = torch.Generator().manual_seed(1)
     longest, count = (90, 8) if HAS_GPU else (13, 3)
     prompts = [torch.randint(3, 67, (length,), generator=draw).tolist() for length in (longest, 1)]
@@ -167,5 +167,3 @@ def test_refusals() -> None:
 def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
     run_interpreted(__file__)
-
-

@@ -1,8 +1,8 @@
 """A process in which Triton's interpreter runs test files, each in a fork that finds PyTorch and Triton imported.
 
-    python interpreter.py      a line "LOG FILE" in, the exit code of the file's tests out
+    python interpreter.py      a line "LOG <tab> FILE <tab> MARKS" in, the exit code of the file's tests out
 
-Of each file only the tests run that are skipped elsewhere, for want of a GPU.
+Of each file only the tests run that are skipped elsewhere, for want of a GPU, and whose marks are MARKS: "long", "not long".
 """
 
 import os
@@ -14,7 +14,7 @@ REASON = "runs in the process that test_interpreted starts"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(log: str, file: str) -> int:
+def run(log: str, file: str, marks: str) -> int:
     """The exit code of pytest in a fork; what it prints is in `log`."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -23,7 +23,7 @@ def run(log: str, file: str) -> int:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        arguments = ["-o", "addopts=--import-mode=importlib -p no:cacheprovider", file]
+        arguments = ["-o", "addopts=--import-mode=importlib -p no:cacheprovider", "-m", marks, file]
         code = int(pytest.main(arguments, plugins=[OnlyKernels()]))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -53,4 +53,4 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     for line in sys.stdin:
-        print(run(*line.rstrip("\n").split(" ", 1)), file=answers)
+        print(run(*line.rstrip("\n").split("\t")), file=answers)

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,15 @@ starts_interpreter = pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kern
 
 #: an index far outside every buffer
 FAR = 1 << 30
+
+
+def long_but(quick: set[int], values: Iterable[object]) -> list[pytest.ParameterSet]:
+    """Parameters of which only those at the places `quick` run in `make test`; a tuple is several arguments."""
+    made = []
+    for place, value in enumerate(values):
+        own = value if isinstance(value, tuple) else (value,)
+        made.append(pytest.param(*own, marks=[] if place in quick else [pytest.mark.long]))
+    return made
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -84,9 +84,12 @@ def test_bits_of_selected_rows_do_not_depend_on_the_step(rows: ModuleType) -> No
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 64, 65])
-@pytest.mark.parametrize("spread", [0, 2])
-def test_an_index_of_every_token(top_k: int, spread: int, rows: ModuleType) -> None:
-    """Whole numbers make real ties: they go to the lowest token; tokens come in ascending order."""
+@pytest.mark.parametrize(("spread", "at_once"), [(0, 4096), (2, 4096), (2, 64)])
+def test_an_index_of_every_token(
+    top_k: int, spread: int, at_once: int, rows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers make real ties: they go to the lowest token, however many are scored at once; tokens ascend."""
+    monkeypatch.setattr("lamina.ops.index_topk.ref._SCORED_COLUMNS", at_once)
     generator = torch.Generator().manual_seed(4)
     store, parts, _ = written(rows, LatentCodec(4, 2, "fp32"), LENGTHS)
     log = Store(StateCodec(6), store.views, 0, Place("block"))

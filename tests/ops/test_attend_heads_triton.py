@@ -1,4 +1,4 @@
-"""Grouped attention of `triton.py` against `ref.py`: on a GPU if there is one, else in Triton's interpreter, in its own process."""
+"""Grouped attention of `triton.py` against `ref.py`: on a GPU if there is one, else in Triton's interpreter."""
 
 import importlib.util
 import math
@@ -21,7 +21,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from lamina.ops.attend_heads import kernels
-from lamina.ops.attend_heads.triton import Tiles, attend_heads, choose_tiles, keep_rows, project_heads, refuses
+from lamina.ops.attend_heads.triton import attend_heads, choose_tiles, keep_rows, project_heads, refuses
 from tests.ops.kernel_tests import DEVICE, HAS_GPU, INTERPRETED, compiles_kernels, machine_code, runs_kernels, starts_interpreter
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -67,7 +67,7 @@ def cases() -> Iterator[Case]:
     yield Case(((0, 5), (14, 18), (31, 32), (32, 33)), reset=16, cache="fp8")
     yield Case(((30, 36), (33, 34)), window=10, reset=16)
     yield Case(((70, 72), (40, 41), (16, 17), (33, 36)), window=16, valid=(70, 39, 1, 30))
-    yield Case(((0, 19), (20, 37)), dtype=BF16, cache="bf16")
+    yield Case(((0, 9), (20, 29)), 2, 1, dtype=BF16, cache="bf16")
     if HAS_GPU:
         lengths = ((0, 2), (127, 230), (2040, 2052), (5000, 5003), (300, 301))
         real = Case(lengths, 32, 8, 128, cache="bf16", dtype=BF16)
@@ -185,13 +185,13 @@ def test_the_definition(case: Case, order: str, rows: ModuleType) -> None:
     assert not found[world.rows.owners < 0].any()
 
 
-LONG = Case(((0, 2), (140, 141), (230, 231), (33, 36)), 6, 2, block_tokens=24, padding=1)
+LONG = Case(((0, 2), (60, 61), (120, 121), (33, 36)), 4, 2, block_tokens=24, padding=1)
 REAL = Case(((0, 2), (2040, 2041), (1030, 1031), (33, 140)), 32, 8, 128, cache="bf16", dtype=BF16)
 
 
 @runs_kernels
 @pytest.mark.parametrize("order", ["decode", "prefill"])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("case", [LONG, REAL] if HAS_GPU else [LONG], ids=lambda case: f"dim={case.dim}")
 def test_bits_do_not_depend_on_the_other_rows(case: Case, window: int | None, order: str, rows: ModuleType) -> None:
     """Nor on how long others may be, nor on their order."""
@@ -235,7 +235,7 @@ def test_cuts_do_not_change_bits(window: int | None, order: str, rows: ModuleTyp
 @pytest.mark.parametrize("order", ["decode", "prefill"])
 @pytest.mark.parametrize("window", [None, 16])
 def test_sinks(window: int | None, order: str, rows: ModuleType) -> None:
-    case = Case(((0, 2), (130, 131)), window=window, padding=5)
+    case = Case(((0, 2), (70, 71)), window=window, padding=5)
     sinks = torch.tensor([1e4, -math.inf, 80.0, -80.0])
     world = build(case, rows, sinks)
     found = run(world, order).view(-1, 4, case.dim).cpu()
@@ -273,11 +273,10 @@ def test_large_scores_and_one_rows_nan(order: str, rows: ModuleType) -> None:
 
 @runs_kernels
 def test_many_requests(rows: ModuleType) -> None:
-    """More than are counted at a time, one row each and several."""
-    case = Case(tuple((number % 7, number % 7 + 1 + number % 3) for number in range(70)), 2, 1, padding=3)
+    """More than are counted at a time."""
+    case = Case(tuple((number % 3, number % 3 + 1 + number // 65) for number in range(67)), 1, 1, padding=3)
     world = build(case, rows)
-    for order in ("decode", "prefill"):
-        assert error(run(world, order), world.truth) < 2e-6
+    assert error(run(world, "prefill"), world.truth) < 2e-6
 
 
 @runs_kernels
@@ -312,7 +311,8 @@ class Projection:
 
 
 PROJECTIONS = [
-    Projection(), Projection(8, True, has_bias=True), Projection(0, norms=True), Projection(12, norms=True, dim=12, has_bias=True),
+    Projection(), Projection(8, True, has_bias=True), Projection(0, norms=True),
+    Projection(12, norms=True, dim=12, has_bias=True),
     Projection(8, norms=True, after=True), Projection(v_norm=1e-5, is_warm=True), Projection(20, True, True, True, dim=20),
 ]  # fmt: skip
 
@@ -333,7 +333,10 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
     spans = ((5, 6), (19, 20), (0, 1)) if place == "single" else ((5, 6), (19, 25), (0, 3))
     store = placed(rows.poisoned_store(codec, 12, 8, column=1), in_log)
     there = on_device(store)
-    parts = [rows.Part(start, stop, (3 * n, 3 * n + 1, 3 * n + 2, 11), (n, 6 + n), 0, start + n) for n, (start, stop) in enumerate(spans)]
+    parts = [
+        rows.Part(start, stop, (3 * n, 3 * n + 1, 3 * n + 2, 11), (n, 6 + n), 0, start + n)
+        for n, (start, stop) in enumerate(spans)
+    ]
     sequences = rows.arrays(parts)
     count, total = sequences.num_rows, 16
     tables = torch.full((8, 4), FAR, dtype=torch.int32)
@@ -392,7 +395,7 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
     at = [(row, number, position) for row, number, position in rows.places(parts)]
     if not in_log:
         for found, wanted in zip(own, pack, strict=True):
-            assert error(Store_float(found[:count]), Store_float(wanted)) < loose
+            assert error(as_fp32(found[:count]), as_fp32(wanted)) < loose
     if place != "ring":
         for row, number, position in at:
             page = parts[number].blocks[position // 8] if in_log else parts[number].slot[1]
@@ -407,12 +410,12 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
                 if position >= parts[number].stop - 8:
                     view[parts[number].slot[1], position % 8] = wanted[row]
     for view, wanted in zip(there.views, truth, strict=True):
-        found, wanted = Store_float(view.cpu()), Store_float(wanted)
+        found, wanted = as_fp32(view.cpu()), as_fp32(wanted)
         assert torch.equal(found.isnan(), wanted.isnan()), "something else was written, or something was not"
         assert error(found.nan_to_num(), wanted.nan_to_num()) < loose
 
 
-def Store_float(x: Tensor) -> Tensor:  # noqa: N802
+def as_fp32(x: Tensor) -> Tensor:
     """fp32 of a stored field, whatever its type."""
     return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float().cpu()
 
@@ -436,35 +439,39 @@ def types_of(cache: str) -> dict[str, str]:
     types = dict.fromkeys(("sinks", "partial", "peaks", "sums", "bias", "q_gain", "k_gain", "cos", "sin", "warmth"), "*fp32")
     types |= dict.fromkeys(("own_k", "own_v", "kept_k", "kept_v"), stored) | dict.fromkeys(("q", "out", "x", "queries"), act)
     types |= dict.fromkeys(("factor", "softcap", "q_eps", "k_eps", "v_eps"), "fp32")
-    integers = ("k_page", "v_page", "table_width", "slot_stride", "slot_column", "num_rows", "num_requests", "x_stride", "grid_splits")
+    integers = (
+        "k_page", "v_page", "table_width", "slot_stride", "slot_column", "num_rows", "num_requests", "x_stride", "grid_splits",
+    )  # fmt: skip
     return types | dict.fromkeys(integers, "i32")
+
+
+COMPILED = [
+    (90, "bf16", "decode", 4, 128, 0, "HMMA.16816"), (90, "bf16", "prefill", 4, 128, 0, "HGMMA.64x128x16"),
+    (90, "fp8", "decode", 4, 128, 4096, "HMMA.16816"), (90, "bf16", "prefill", 2, 256, 0, "HGMMA"),
+    (80, "bf16", "decode", 4, 128, 0, "HMMA.16816"), (80, "bf16", "prefill", 4, 128, 4096, "HMMA.16816"),
+]  # fmt: skip
+COMPILED_TOO = [
+    (90, "bf16", "prefill", 4, 128, 4096, "HGMMA.64x128x16"), (90, "fp8", "prefill", 1, 64, 0, "HGMMA.64x64x16"),
+    (90, "bf16", "decode", 8, 256, 0, "HMMA.16816"), (90, "bf16", "decode", 4, 128, 4096, "HMMA.16816"),
+    (90, "fp32", "decode", 4, 128, 0, "FFMA"), (90, "fp32", "prefill", 4, 128, 0, "FFMA"),
+    (80, "fp8", "prefill", 4, 128, 0, "HMMA.16816"), (80, "bf16", "prefill", 2, 256, 0, "HMMA.16816"),
+]  # fmt: skip
 
 
 @compiles_kernels
 @pytest.mark.parametrize(
-    ("capability", "cache", "order", "group", "dim", "instruction"),
-    [
-        (90, "bf16", "decode", 4, 128, "HMMA.16816"),
-        (90, "bf16", "prefill", 4, 128, "HGMMA.64x128x16"),
-        (90, "fp8", "decode", 4, 128, "HMMA.16816"),
-        (90, "fp8", "prefill", 1, 64, "HGMMA.64x64x16"),
-        (90, "bf16", "decode", 8, 256, "HMMA.16816"),
-        (90, "bf16", "prefill", 2, 256, "HGMMA"),
-        (80, "bf16", "decode", 4, 128, "HMMA.16816"),
-        (80, "bf16", "prefill", 4, 128, "HMMA.16816"),
-        (90, "fp32", "decode", 4, 128, "FFMA"),
-        (90, "fp32", "prefill", 4, 128, "FFMA"),
-    ],
+    ("capability", "cache", "order", "group", "dim", "window", "instruction"),
+    [*COMPILED, *(pytest.param(*one, marks=pytest.mark.long) for one in COMPILED_TOO)],
 )
-@pytest.mark.parametrize("window", [0, 4096])
 def test_compiled_ahead_of_time(
-    capability: int, cache: str, order: str, group: int, dim: int, instruction: str, window: int
+    capability: int, cache: str, order: str, group: int, dim: int, window: int, instruction: str
 ) -> None:
     """The products use the tensor cores, and no register is spilled."""
-    tiles = choose_tiles(group, 8, dim, cache == "fp32", order)
+    tiles = choose_tiles(group, 8, dim, cache == "fp32", order, cache == "fp8", capability == 90)
     constants = {
-        "HEADS": 8 * group, "KV": 8, "D": dim, "W": dim, "HEAD_TILE": tiles.heads, "TILE": tiles.rows, "WINDOW": window, "RESET": 0,
-        "PAGE_ROWS": 4096 if window else 16, "IN_LOG": not window, "HAS_CAP": False, "EXACT": cache == "fp32", "STAGES": tiles.stages,
+        "HEADS": 8 * group, "KV": 8, "D": dim, "W": dim, "HEAD_TILE": tiles.heads, "TILE": tiles.rows, "WINDOW": window,
+        "RESET": 0, "PAGE_ROWS": 4096 if window else 16, "IN_LOG": not window, "HAS_CAP": False, "EXACT": cache == "fp32",
+        "STAGES": tiles.stages,
     }  # fmt: skip
     if order == "decode":
         constants |= {"SPLITS": tiles.splits, "LEAST_TILES": tiles.least_tiles}
@@ -472,10 +479,7 @@ def test_compiled_ahead_of_time(
         constants |= {"QUERIES": tiles.queries, "sinks": None}
     kernel = kernels.attend_split if order == "decode" else kernels.attend_tiles
     types = {name: "*i32" for name in kernel.arg_names} | types_of(cache)
-    code = machine_code(
-        kernel, types, constants, capability, tiles.warps, tiles.stages, aligned=("k_page", "v_page")
-    )  # fmt: skip
-    print(f"registers={code.registers} shared={code.shared_bytes} spills={code.spills} {tiles}")
+    code = machine_code(kernel, types, constants, capability, tiles.warps, tiles.stages, aligned=("k_page", "v_page"))
     assert code.count(instruction) > 0
     assert code.spills == 0, (code.spills, code.registers, tiles)
     if cache == "bf16":
@@ -486,6 +490,3 @@ def test_compiled_ahead_of_time(
 def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
     run_interpreted(__file__)
-
-
-__all__ = ["Tiles"]

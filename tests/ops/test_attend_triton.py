@@ -5,7 +5,7 @@ import math
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 
@@ -26,6 +26,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import triton
+from kernel_tests import long_but
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -88,6 +89,12 @@ def cases() -> Iterator[Case]:
         yield replace(real, ratio=0, pick=None)
         yield replace(real, cache="bf16")
         yield replace(real, pick=64, cache="fp32", dtype=FP32, is_fp8=False)
+
+
+def in_turn(values: Iterable[object]) -> list[pytest.ParameterSet]:
+    """(value, order) for both orders; `make test` runs each value with one of them."""
+    both = [(value, order) for value in values for order in ("decode", "prefill")]
+    return long_but({2 * place + place % 2 for place in range(len(both))}, both)
 
 
 @dataclass(slots=True)
@@ -212,8 +219,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 @runs_kernels
-@pytest.mark.parametrize("order", ["decode", "prefill"])
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize(("case", "order"), in_turn(cases()), ids=str)
 def test_the_definition(case: Case, order: str, rows: ModuleType) -> None:
     world = build(case, rows)
     check(case, world, run(case, world, order))
@@ -242,8 +248,7 @@ REAL = Case(((0, 2), (2040, 2041), (1030, 1031), (33, 34)), 128, 4, 512, heads=6
 
 
 @runs_kernels
-@pytest.mark.parametrize("order", ["decode", "prefill"])
-@pytest.mark.parametrize("is_all", [False, True])
+@pytest.mark.parametrize(("is_all", "order"), in_turn([False, True]))
 @pytest.mark.parametrize("case", [LONG, REAL] if HAS_GPU else [LONG], ids=lambda case: f"dim={case.dim}")
 def test_bits_do_not_depend_on_the_other_rows(case: Case, is_all: bool, order: str, rows: ModuleType) -> None:
     case = replace(case, pick=None) if is_all else case
@@ -261,8 +266,7 @@ def test_bits_do_not_depend_on_the_other_rows(case: Case, is_all: bool, order: s
 
 
 @runs_kernels
-@pytest.mark.parametrize("order", ["decode", "prefill"])
-@pytest.mark.parametrize("cut", [1, 5])
+@pytest.mark.parametrize(("cut", "order"), in_turn([1, 5]))
 def test_cuts_do_not_change_bits(order: str, cut: int, rows: ModuleType) -> None:
     """The last rows of a request, in one step with those before and in one of their own: through the ring instead."""
     case = Case(((60, 66),), 16, 4, heads=2, cache="fp8", dtype=BF16)
@@ -408,8 +412,8 @@ def types_of(cache: str) -> dict[str, str]:
     ("capability", "cache", "order", "instruction"),
     [
         (90, "fp8", "decode", "HGMMA.64x128x16"),
-        (90, "fp8", "prefill", "HGMMA.64x128x16"),
-        (90, "bf16", "prefill", "HGMMA.64x128x16"),
+        pytest.param(90, "fp8", "prefill", "HGMMA.64x128x16", marks=pytest.mark.long),
+        pytest.param(90, "bf16", "prefill", "HGMMA.64x128x16", marks=pytest.mark.long),
         (80, "fp8", "decode", "HMMA.16816"),
     ],
 )
@@ -429,7 +433,7 @@ def test_compiled_ahead_of_time(capability: int, cache: str, order: str, instruc
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("split", [0, 4])
+@pytest.mark.parametrize("split", long_but({1}, [0, 4]))
 def test_gluon_compiled_ahead_of_time(split: int) -> None:
     """Products of 64 x 64 and 64 x 256 that are not waited for one by one, and hardly a register spilled."""
     words = {name: "*i32" for field in ("own", "ring", "log") for name in (field, f"{field}_rope")}

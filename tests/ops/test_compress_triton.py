@@ -24,7 +24,7 @@ from lamina.ops.store import EntryCodec, StateCodec, Store, attention_codec, ind
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from kernel_tests import compiled, orders_of_sums
+from kernel_tests import compiled, long_but, orders_of_sums
 
 from lamina.ops.compress import kernels
 from lamina.ops.compress.triton import compress, compress_pair, refuses
@@ -178,7 +178,11 @@ def same_arenas(world: World, rows: ModuleType) -> bool:
 
 
 @runs_kernels
-@pytest.mark.parametrize(("ratio", "name"), [*((4, name) for name in CODECS), *((128, name) for name in ("fp32", "bf16", "fp8"))])
+@pytest.mark.parametrize(
+    ("ratio", "name"),
+    [pytest.param(4, name, marks=[] if name in ("fp8", "index fp4") else [pytest.mark.long]) for name in CODECS]
+    + long_but({1}, [(128, "fp32"), (128, "bf16"), (128, "fp8")]),
+)
 def test_every_byte_where_all_sums_are_exact(ratio: int, name: str, rows: ModuleType) -> None:
     """Ragged steps of several requests, padding rows, slots and blocks in any order: entries, states, and nothing else."""
     lengths = [21, 9, 34, 8, 1] if ratio == 4 else [130, 257]
@@ -189,8 +193,7 @@ def test_every_byte_where_all_sums_are_exact(ratio: int, name: str, rows: Module
 
 
 @runs_kernels
-@pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("gate", [2.0, 200.0])
+@pytest.mark.parametrize(("gate", "ratio"), long_but({0, 3}, [(2.0, 4), (2.0, 128), (200.0, 4), (200.0, 128)]))
 def test_states_and_entries_of_any_gates(ratio: int, gate: float, rows: ModuleType) -> None:
     """Ordinary and overwhelming gates: the fold to 2e-6 of the definition's, entries to what their norm makes of that."""
     lengths = [30, 11, 24] if ratio == 4 else [257, 140]
@@ -204,7 +207,9 @@ def test_states_and_entries_of_any_gates(ratio: int, gate: float, rows: ModuleTy
 
 
 @runs_kernels
-@pytest.mark.parametrize(("ratio", "cut"), [(4, 1), (4, 3), (4, 7), (4, 64), (128, 1), (128, 100), (128, 129)])
+@pytest.mark.parametrize(
+    ("ratio", "cut"), long_but({1, 3, 6}, [(4, 1), (4, 3), (4, 7), (4, 64), (128, 1), (128, 100), (128, 129)])
+)
 def test_cuts_do_not_change_bits(ratio: int, cut: int, rows: ModuleType) -> None:
     """However a prompt is cut, decode rows among the cuts, its entries and its last state have the same bytes."""
     length = 2 * ratio + ratio // 2 + 1 + (40 if ratio == 4 else 0)
@@ -223,8 +228,9 @@ def test_cuts_do_not_change_bits(ratio: int, cut: int, rows: ModuleType) -> None
 
 
 @runs_kernels
-@pytest.mark.parametrize("ratio", [4, 128])
-@pytest.mark.parametrize("begin", [128, 129, 131])
+@pytest.mark.parametrize(
+    ("ratio", "begin"), long_but({1, 2, 3}, [(ratio, begin) for ratio in (4, 128) for begin in (128, 129, 131)])
+)
 def test_folds_that_begin_in_the_middle(ratio: int, begin: int, rows: ModuleType) -> None:
     """Nothing exists before `begin`, the states are NaN; what closes at or before write_from is in the log and stays."""
     stop = 160 if ratio == 4 else 386

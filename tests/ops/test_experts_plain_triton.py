@@ -197,7 +197,7 @@ def test_no_rows() -> None:
         (90, "codes", 16, "HGMMA.64x16x16"),
         (90, "bf16", 64, "HGMMA.64x64x16"),
         (80, "codes", 16, "HMMA.16816"),
-        (80, "bf16", 64, "HMMA.16816"),
+        pytest.param(80, "bf16", 64, "HMMA.16816", marks=pytest.mark.long),
         (90, "fp32", 16, "FFMA"),
     ],
 )

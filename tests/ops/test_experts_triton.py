@@ -15,6 +15,7 @@ from kernel_tests import (
     INTERPRETED,
     X_DTYPE,
     compiles_kernels,
+    long_but,
     machine_code,
     runs_kernels,
     starts_interpreter,
@@ -209,7 +210,11 @@ def test_bits_do_not_depend_on_the_other_tokens_or_the_tiles(activation: Activat
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "case", [Case(5, hidden=256, limit=0.5), Case(70 if HAS_GPU else 35, experts=3, routing="one"), Case(4, activation="bf16")]
+    "case",
+    long_but(
+        {0, 2},
+        [Case(5, hidden=256, limit=0.5), Case(70 if HAS_GPU else 35, experts=3, routing="one"), Case(4, activation="bf16")],
+    ),
 )
 def test_codes_that_rows_have_are_used(case: Case) -> None:
     """The same bits as when the first launch quantises, and the shared expert's row joins the sum before it is rounded."""
@@ -347,10 +352,10 @@ def test_refusals() -> None:
         pytest.param(90, "fp8", Tiles(8, 64, 4, 4, 128, 4, 3, True), "QGMMA.64x8x32", marks=pytest.mark.long),
         (90, "fp8", Tiles(16, 128, 4, 4, 128, 4, 4, True), "QGMMA.64x16x32"),
         pytest.param(90, "fp8", Tiles(32, 256, 4, 4, 256, 4, 4, True), "QGMMA.64x32x32", marks=pytest.mark.long),
-        (90, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "QGMMA.64x16x32"),
+        pytest.param(90, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "QGMMA.64x16x32", marks=pytest.mark.long),
         (90, "bf16", Tiles(16, 128, 4, 3, 128, 4, 3), "HGMMA.64x16x16"),
-        (120, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "QMMA.16832"),
-        (100, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "UTCQMMA"),
+        pytest.param(120, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "QMMA.16832", marks=pytest.mark.long),
+        pytest.param(100, "fp8", Tiles(16, 256, 4, 4, 256, 4, 3), "UTCQMMA", marks=pytest.mark.long),
         (89, "fp8", Tiles(16, 128, 4, 3, 128, 4, 3), "QMMA.16832"),
         pytest.param(90, "bf16", Tiles(32, 128, 4, 3, 128, 4, 3), "HGMMA.64x32x16", marks=pytest.mark.long),
         (80, "bf16", Tiles(16, 64, 4, 3, 64, 4, 3), "HMMA.16816"),

@@ -23,6 +23,7 @@ from tests.ops.kernel_tests import (
     HAS_GPU,
     INTERPRETED,
     compiles_kernels,
+    long_but,
     machine_code,
     runs_kernels,
     starts_interpreter,
@@ -198,7 +199,7 @@ def chosen(scores: Tensor, top_k: int) -> Tensor:
 
 
 @runs_kernels
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", long_but({0, 3, 4, 9, 10, 11, 13, 15, 16}, cases()), ids=str)
 def test_places_are_those_of_a_stable_sort(case: Case) -> None:
     world = make(case)
     found = run(world)
@@ -210,8 +211,10 @@ def test_places_are_those_of_a_stable_sort(case: Case) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("index_format", FORMATS)
-@pytest.mark.parametrize("order", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("order", "index_format"),
+    long_but({0, 2, 5, 7}, [(order, index_format) for order in ("decode", "prefill") for index_format in FORMATS]),
+)
 def test_the_definition(index_format: str, order: Literal["decode", "prefill"]) -> None:
     case = Case(index_format, PIECES if order == "prefill" else Case().lengths, order, heads=4, padding=0)
     world = make(case, seed=1)
@@ -227,7 +230,7 @@ def test_the_definition(index_format: str, order: Literal["decode", "prefill"]) 
 
 
 @runs_kernels
-@pytest.mark.parametrize("spread", [0, 1])
+@pytest.mark.parametrize("spread", long_but({1}, [0, 1]))
 def test_segments_pieces_and_bounds_change_nothing(spread: int) -> None:
     """Neither how a row is cut, nor how many rows fit the workspace, nor a larger bound than needed."""
     few = ((0, 1), (130, 133), (255, 257), (35, 36))
@@ -365,7 +368,7 @@ def select(scores: Tensor, top_k: int, **changed: object) -> tuple[Tensor, serve
 
 
 @runs_kernels
-@pytest.mark.parametrize("top_k", [1, 32, 33])
+@pytest.mark.parametrize("top_k", long_but({2}, [1, 32, 33]))
 def test_hostile_scores(top_k: int) -> None:
     """All equal, two values, infinities, one huge outlier, neighbours in the last bit, tiny and denormal numbers, ascending."""
     generator = torch.Generator().manual_seed(top_k)
@@ -437,8 +440,18 @@ ALIGNED = ("code_stride", "scale_stride", "score_stride", "row_stride", "table_s
 @compiles_kernels
 @pytest.mark.parametrize(
     ("capability", "index_format", "order"),
-    [(90, "fp4", "decode"), (90, "fp4", "prefill"), (90, "fp8", "decode"), (90, "bf16", "prefill"), (80, "fp4", "prefill")]
-    + [pytest.param(*more, marks=pytest.mark.long) for more in ((90, "fp8", "prefill"), (80, "fp8", "decode"))],
+    long_but(
+        {0, 1, 2},
+        [
+            (90, "fp4", "decode"),
+            (90, "bf16", "prefill"),
+            (80, "fp4", "prefill"),
+            (90, "fp4", "prefill"),
+            (90, "fp8", "decode"),
+            (90, "fp8", "prefill"),
+            (80, "fp8", "decode"),
+        ],
+    ),
 )
 def test_scores_compiled_ahead_of_time(capability: int, index_format: str, order: Literal["decode", "prefill"]) -> None:
     """Tensor cores, keys expanded in registers, copies under way during the products, no spills."""
@@ -464,7 +477,7 @@ def test_scores_compiled_ahead_of_time(capability: int, index_format: str, order
 
 
 @compiles_kernels
-@pytest.mark.parametrize(("size", "segment"), [(4096, 4096), (8192, 0), pytest.param(16384, 16384, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("size", "segment"), long_but({1}, [(4096, 4096), (8192, 0), (16384, 16384)]))
 def test_selection_compiled_ahead_of_time(size: int, segment: int) -> None:
     integers = dict.fromkeys(("first_row", "max_entries", "num_segments", *ALIGNED), "i32")
     constants = {"RATIO": 4, "TOP_K": 512, "PADDED_K": 512, "SIZE": size}

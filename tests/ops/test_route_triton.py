@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_tests import DEVICE, INTERPRETED, compiles_kernels, machine_code, runs_kernels, starts_interpreter
+from kernel_tests import DEVICE, INTERPRETED, compiles_kernels, long_but, machine_code, runs_kernels, starts_interpreter
 from torch import Tensor
 
 from lamina.ops.machine import Machine
@@ -129,8 +129,7 @@ def test_refusals() -> None:
 
 
 @compiles_kernels
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("has_table", [False, True])
+@pytest.mark.parametrize(("capability", "has_table"), long_but({2, 3}, [(80, False), (80, True), (90, False), (90, True)]))
 def test_compiled_ahead_of_time(capability: int, has_table: bool) -> None:
     """No register is spilled, and nothing goes through shared memory: a program is a warp."""
     types = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | dict.fromkeys(("table", "tokens", "owners", "chosen"), "*i32")

@@ -25,7 +25,7 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 import triton.language as tl
-from kernel_tests import compiled, orders_of_sums
+from kernel_tests import compiled, long_but, orders_of_sums
 
 from lamina.ops.rope_norm import kernels as rope_kernels
 from lamina.ops.rope_norm.triton import norm_quantise, query_norm_rope
@@ -112,9 +112,14 @@ ROPES = {24: 8, 32: 16, 160: 32, 512: 64}
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("is_single", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "is_single", "name"),
+    long_but(
+        {place for place in range(4 * len(ENTRIES)) if (place // len(ENTRIES) + place) % 2 == 0},
+        [(dtype, single, name) for dtype in (torch.float32, torch.bfloat16) for single in (True, False) for name in ENTRIES],
+    ),
+    ids=str,
+)
 def test_rows_and_rings_hold_the_definitions_bytes(name: str, dtype: torch.dtype, is_single: bool, rows: ModuleType) -> None:
     """Rows of a step and its rings, from strided columns, with padding rows full of NaN. Rings of 6: wrapped, full, begun."""
     codec, ring = ENTRIES[name], 6
@@ -267,7 +272,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", long_but({1}, [80, 90]))
 def test_compiled_ahead_of_time(capability: int) -> None:
     """At the shipped shapes nothing is spilled, no multiply-add is fused, and a row's sum has one order in every kernel."""
     table = {"cos": "*fp32", "sin": "*fp32", "eps": "fp32"}

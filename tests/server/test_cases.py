@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from lamina.engine.text import TextCodec, load_codec
@@ -20,6 +22,7 @@ class Served(Protocol):
     """See serving.Served."""
 
     http: httpx.Client
+    url: str
 
     def post(self, path: str, body: object) -> httpx.Response: ...
     def stop(self) -> int: ...
@@ -258,7 +261,7 @@ def test_how_an_answer_ends_by_the_choice_of_tools(ask, name: str, choice: objec
 def test_an_answer_may_be_cut_anywhere(ask, scripts) -> None:
     """At each token of two calls: "length", no markup, and what is not whole does not parse."""
     is_seen = set[int]()
-    for most in range(1, len(scripts["two calls", False].ids), 2):
+    for most in range(1, len(scripts["two calls", False].ids), 3):
         answer = ask("two calls", tools=TOOLS, max_tokens=most)
         assert answer.finish == "length" and answer.has_list == bool(answer.calls)
         assert "Let me look.\n\n".startswith(answer.content) and D not in str(answer)
@@ -293,6 +296,41 @@ def test_other_protocols_say_that_a_call_was_cut(scripted: Served, scripts, stre
     chat = {"messages": [{"role": "user", "content": "hi"}], "seed": seed, "tools": messages_tools, "stream": stream}
     message = scripted.post("/v1/messages", chat | {"max_tokens": 40})
     assert message.status_code == 200 and D not in message.text and '"stop_reason":"max_tokens"' in message.text
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("name", ["two calls", "thoughts and a call"])
+def test_clients_of_other_protocols_read_the_same_calls(scripted: Served, scripts, name: str, is_split: bool) -> None:
+    """Whole and streamed, by the protocols' own clients; what the model thought is told apart."""
+    seed, thinks = scripts[name, is_split].place, "thoughts" in name
+    wanted = [("weather", WORDS), ("clock", {})][: 1 if thinks else 2]
+    text = "Well." if thinks else "Let me look."
+    tools = [tool["function"] | {"type": "function"} for tool in TOOLS]  # type: ignore[operator]
+    asked = {
+        "model": "tiny", "input": "hi", "tools": tools, "reasoning": {"effort": "high" if thinks else "none"},
+        "extra_body": {"seed": seed},
+    }  # fmt: skip
+    client = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
+    with client.responses.stream(**asked) as stream:  # type: ignore[call-overload]
+        for _ in stream:
+            pass
+        streamed = stream.get_final_response()
+    for answer in (client.responses.create(**asked), streamed):  # type: ignore[call-overload]
+        calls = [(item.name, json.loads(item.arguments)) for item in answer.output if item.type == "function_call"]
+        assert calls == wanted and answer.output_text == text and answer.status == "completed"
+        assert [item.type for item in answer.output].count("reasoning") == thinks
+    chat = {
+        "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000, "extra_body": {"seed": seed},
+        "tools": [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS],  # type: ignore[index]
+        "thinking": {"type": "enabled", "budget_tokens": 1024} if thinks else {"type": "disabled"},
+    }  # fmt: skip
+    other = anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0)
+    with other.messages.stream(**chat) as events:  # type: ignore[arg-type]
+        final = events.get_final_message()
+    for message in (other.messages.create(**chat), final):  # type: ignore[call-overload]
+        assert [(block.name, block.input) for block in message.content if block.type == "tool_use"] == wanted
+        assert [block.text for block in message.content if block.type == "text"] == [text]
+        assert [block.type for block in message.content].count("thinking") == thinks and message.stop_reason == "tool_use"
 
 
 def _last(text: str) -> dict[str, dict[str, object]]:

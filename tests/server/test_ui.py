@@ -22,6 +22,7 @@ from lamina.server.state import GenerationRecord
 from lamina.server.ui_history import SPAN_S, History
 
 KEY = "a-key-of-the-test"
+OTHER = "another-key-of-it"
 HOSTILE = "<img src=x onerror=\"document.title='pwned'\">"
 EMPTY = CacheState("", 0, 0, 0, 0, 1024, (), (), 0, ())
 
@@ -175,11 +176,11 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def served(start_server: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A server that asks for a key and has few pages."""
+    """A server that asks for one of two keys, keeps them apart, and has few pages."""
     pytest.importorskip("nicegui", reason="nicegui is not installed")
     file = tmp_path_factory.mktemp("keys") / "keys"
-    file.write_text(KEY)
-    return start_server("--api-key-file", str(file), "--cache-bytes", "16MiB", key=KEY)
+    file.write_text(f"{KEY}\n{OTHER}\n")
+    return start_server("--api-key-file", str(file), "--salt-by-api-key", "--cache-bytes", "16MiB", key=KEY)
 
 
 @pytest.fixture
@@ -245,6 +246,29 @@ def test_a_key_is_asked_for_and_kept_in_its_tab(served, chrome, tmp_path: Path) 
     with module.Chrome(module.find(), tmp_path / "other") as other:
         other.open(f"{served.url}/ui")
         other.wait("document.querySelector('.ask input')")
+
+
+def test_a_page_shows_the_prefixes_of_its_key(served, chrome, tmp_path: Path) -> None:
+    """Another key's are seen and dropped by the first key alone."""
+    served.http.request("DELETE", "/v1/cache")
+    for key, owner in ((KEY, "of the first"), (OTHER, "of the second")):
+        body = {"prompt": f"A prompt {owner} key. " * 30, "max_tokens": 1, "user": owner}
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, trust_env=False).status_code == 200
+    enter_key(chrome, OTHER)
+    chrome.wait("document.body.innerText.includes('of the second')")
+    assert "of the first" not in chrome.text()
+    module = load("chrome")
+    with module.Chrome(module.find(), tmp_path / "first") as first:
+        first.open(f"{served.url}/ui")
+        first.wait("document.querySelector('.ask input')")
+        enter_key(first, KEY)
+        first.wait("document.body.innerText.includes('of the second') && document.body.innerText.includes('of the first')")
+    assert "of the first" not in chrome.text()
+    click(chrome, ".panel .head", "Drop all")
+    chrome.wait("!document.body.innerText.includes('of the second')")
+    owners = [one["owner"] for one in served.http.get("/v1/cache").json()["prefixes"]]
+    assert "of the first" in owners and "of the second" not in owners
 
 
 def test_a_conversation(served, chrome) -> None:

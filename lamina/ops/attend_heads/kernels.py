@@ -65,7 +65,7 @@ def project_heads(
     IS_PAIRS: tl.constexpr, NORMS_Q: tl.constexpr, NORMS_K: tl.constexpr, NORMS_V: tl.constexpr, NORMS_AFTER: tl.constexpr,
     PLACE: tl.constexpr, PAGE_ROWS: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one row. The first ROPE dims of a query's or a key's head turn, in pairs (2i, 2i + 1) or (i, i + ROPE / 2)."""
+    """GROUP heads of one row. The first ROPE dims of queries and keys turn, in pairs (2i, 2i + 1) or (i, i + ROPE / 2)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     column = tl.arange(0, W)[None, :]
@@ -108,10 +108,9 @@ def project_heads(
                 other = tl.where(is_normed, rounded(other * inverse * other_gain, IS_BF16), other)
     if ROPE:
         value = tl.where(is_turned & (is_v == 0), rounded(value * c + other * s, IS_BF16), value)
-    if NORMS:
-        if NORMS_AFTER:
-            inverse = inverse_root(tl.sum(value * value, 1)[:, None], eps, D)
-            value = tl.where(is_normed, rounded(value * inverse * gain, IS_BF16), value)
+    if NORMS and NORMS_AFTER:
+        inverse = inverse_root(tl.sum(value * value, 1)[:, None], eps, D)
+        value = tl.where(is_normed, rounded(value * inverse * gain, IS_BF16), value)
     asked = value
     if warmth is not None:
         asked = value * tl.load(warmth + row)
@@ -210,8 +209,8 @@ def _low(position, oldest, WINDOW: tl.constexpr, RESET: tl.constexpr):
 
 @triton.jit
 def _walk(
-    query, position, low, first, stop, least, most, own_k, own_v, kept_k, kept_v, k_page, v_page, table, ring_page, start, first_row,
-    kv_head, factor, softcap,
+    query, position, low, first, stop, least, most, own_k, own_v, kept_k, kept_v, k_page, v_page, table, ring_page, start,
+    first_row, kv_head, factor, softcap,
     KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, IN_LOG: tl.constexpr,
     HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -308,8 +307,8 @@ def attend_split(
     query = _operand(tl.load(q + t * (HEADS * D) + head[:, None] * D + column, mask=is_live, other=0.0), EXACT)
     each_row = tl.zeros((HEAD_TILE,), tl.int32)
     peak, total, out = _walk(
-        query, each_row + position, each_row + low, first, stop, low, position, own_k, own_v, kept_k, kept_v, k_page, v_page, table,
-        ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG, HAS_CAP, EXACT, STAGES,
+        query, each_row + position, each_row + low, first, stop, low, position, own_k, own_v, kept_k, kept_v, k_page, v_page,
+        table, ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG, HAS_CAP, EXACT, STAGES,
     )  # fmt: skip
     base = (t * tl.num_programs(1) + tl.program_id(1)) * HEADS + head
     tl.store(peaks + base, peak, mask=is_head)
@@ -365,8 +364,8 @@ def _tile_of(number, starts, stops, num_requests, QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slot_column", "num_rows", "num_requests"])
 def attend_tiles(
-    q, own_k, own_v, kept_k, kept_v, k_page, v_page, owners, starts, stops, first_rows, valid_from, table_rows, tables, table_width,
-    slots, slot_stride, slot_column, sinks, out, factor, softcap, num_rows, num_requests,
+    q, own_k, own_v, kept_k, kept_v, k_page, v_page, owners, starts, stops, first_rows, valid_from, table_rows, tables,
+    table_width, slots, slot_stride, slot_column, sinks, out, factor, softcap, num_rows, num_requests,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, HEAD_TILE: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, RESET: tl.constexpr, PAGE_ROWS: tl.constexpr, IN_LOG: tl.constexpr,
     HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,

@@ -24,6 +24,8 @@ from lamina.ops.store import KeyValueCodec, Store
 _FINE_COLUMNS = 512
 #: so many elements of selected rows are gathered at once
 _GATHERED = 1 << 24
+#: so many scores lie near enough to the processor to be worked on by several heads at once
+_NEAR = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _TilePlan:
-    """Rows of one tile, its columns in the rows of its sequence, and hidden [count, columns]."""
+    """Rows of one tile, its columns in the rows of its sequence, and which of these are hidden: [count, some columns]."""
 
     rows: slice
     first: int
     columns: int
-    hidden: Tensor
+    hidden: tuple[tuple[slice, Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,24 @@ class _LongerPlan:
 
 @dataclass(frozen=True, slots=True)
 class _SinglePlan:
-    """Sequences with one row each that look at as many columns. hidden [B, 1, 1, columns]."""
+    """Sequences with one row each that look at as many columns.
+
+    rows      [B] of the step; are_first  they are 0, 1, ... B - 1.   starts, lows [B]: their positions, the first that they see.
+    column    [B, columns] position of each column, among those that the sequence sees.   hidden [B, 1, columns].
+    own       [B] where each query's own column is among B * columns.   fresh  sequences of the plan that see nothing else.
+    """
 
     rows: Tensor
+    are_first: bool
     pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
-    bases: tuple[int, ...]
-    lows: tuple[int, ...]
+    starts: Tensor
+    lows: Tensor
     columns: int
+    column: Tensor
     hidden: Tensor
+    own: Tensor
+    fresh: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +125,18 @@ def attend_heads(
     selected  [T, case.top_k] int64 positions of a log, ascending, of queries that see more than top_k; no other row is read.
     Returns  [T, H, Dv] fp32; rows of padding are zeros.
     """
-    out = torch.zeros(q.shape[0], case.heads, past.codec.value_dim, dtype=torch.float32, device=q.device)
     plan = sequences.remember(("attend_heads", case.window, case.reset, case.top_k), lambda: _plan(case, sequences))
     q = q * case.scale
+    selects = case.top_k is not None and sequences.longest > case.top_k
+    if len(plan.singles) == 1 and not plan.longer and not selects and plan.singles[0].are_first:
+        found = _attend_singles(q, own, past, case, sequences, plan.singles[0])  # a step of decode alone
+        return F.pad(found, (0, 0, 0, 0, 0, q.shape[0] - found.shape[0])) if found.shape[0] < q.shape[0] else found
+    out = torch.zeros(q.shape[0], case.heads, past.codec.value_dim, dtype=torch.float32, device=q.device)
     for longer in plan.longer:
         _attend_longer(q, own, past, case, sequences, longer, out)
     for single in plan.singles:
-        _attend_singles(q, own, past, case, sequences, single, out)
-    if case.top_k is not None and sequences.longest > case.top_k:
+        out.index_copy_(0, single.rows, _attend_singles(q, own, past, case, sequences, single))
+    if selects:
         assert selected is not None and past.store.place.kind == "block"
         _attend_selected(q, past, case, sequences, selected, out)
     return out
@@ -134,9 +149,10 @@ def store_rows(own: tuple[Tensor, ...], past: Past, sequences: Sequences) -> Non
 
 def keep_rows(own: tuple[Tensor, ...], store: Store, sequences: Sequences) -> None:
     """The same for rows that are no keys and values."""
-    rows, pages, where = sequences.remember(("places", store.place, store.rows_per_page), lambda: _places(store, sequences))
-    if rows.shape[0]:
-        store.write(pages, where, tuple(part.index_select(0, rows) for part in own))
+    rows, are_first, pages, where = sequences.remember(("places", store.place, store.rows_per_page), lambda: _places(store, sequences))
+    num = rows.shape[0]
+    if num:
+        store.write(pages, where, tuple(part[:num] if are_first else part.index_select(0, rows) for part in own))
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -168,6 +184,21 @@ def _low(position: int, case: HeadsCase, piece: Piece) -> int:
     return max(0, low)
 
 
+def _hidden(
+    position: int, count: int, look: _Range, case: HeadsCase, piece: Piece, device: torch.device
+) -> tuple[tuple[slice, Tensor], ...]:
+    """Columns that some of the queries at `position` ... may not see, with [count, columns] of who does not see what."""
+    after, last = position + 1 - look.base, position + count - 1
+    query = torch.arange(position, position + count, device=device)[:, None]
+    column = torch.arange(look.base + after, look.base + look.columns, device=device)
+    found = [(slice(after, look.columns), column > query)]
+    before = max(_low(last, case, piece), _low(position, case, piece)) - look.base
+    if before > 0:
+        low = torch.tensor([_low(position + i, case, piece) for i in range(count)], device=device)[:, None]
+        found.append((slice(0, before), torch.arange(look.base, look.base + before, device=device) < low))
+    return tuple(each for each in found if each[1].shape[1])
+
+
 def _plan(case: HeadsCase, sequences: Sequences) -> _Plan:
     device = sequences.positions.device
     longer = []
@@ -182,11 +213,8 @@ def _plan(case: HeadsCase, sequences: Sequences) -> _Plan:
         parts = []
         for tile, look in zip(tiles, ranges, strict=True):
             position = piece.start + tile.row - piece.first_row
-            lows = torch.tensor([_low(position + i, case, piece) for i in range(tile.count)], device=device)
-            column = torch.arange(look.base, look.base + look.columns, device=device)
-            query = torch.arange(position, position + tile.count, device=device)
-            hidden = (column > query[:, None]) | (column < lows[:, None])
-            parts.append(_TilePlan(slice(tile.row, tile.row + tile.count), look.base - base, look.columns, hidden))
+            rows = slice(tile.row, tile.row + tile.count)
+            parts.append(_TilePlan(rows, look.base - base, look.columns, _hidden(position, tile.count, look, case, piece, device)))
         low = _low(piece.start, case, piece)
         longer.append(_LongerPlan(piece, tiles[0].sequence, base, stop - base, low, tuple(parts)))
     alike: dict[int, list[tuple[int, _Range]]] = {}
@@ -220,35 +248,45 @@ def _selecting(top_k: int, sequences: Sequences) -> tuple[Tensor, Tensor]:
 def _single(case: HeadsCase, sequences: Sequences, columns: int, members: Sequence[tuple[int, _Range]]) -> _SinglePlan:
     device = sequences.positions.device
     pieces = tuple(sequences.pieces[sequence] for sequence, _ in members)
-    bases = tuple(look.base for _, look in members)
-    lows = tuple(_low(piece.start, case, piece) for piece in pieces)
-    facts = [(p.first_row, p.start, base, low) for p, base, low in zip(pieces, bases, lows, strict=True)]
+    facts = [(p.first_row, p.start, look.base, _low(p.start, case, p)) for p, (_, look) in zip(pieces, members, strict=True)]
     rows, starts, base, low = torch.tensor(facts, device=device).unbind(1)
     column = torch.arange(columns, device=device) + base[:, None]
     hidden = (column > starts[:, None]) | (column < low[:, None])
-    return _SinglePlan(rows, pieces, tuple(sequence for sequence, _ in members), bases, lows, columns, hidden[:, None, None])
+    own = starts - base + torch.arange(0, len(facts) * columns, columns, device=device)
+    return _SinglePlan(
+        rows, [each[0] for each in facts] == list(range(len(facts))), pieces, tuple(sequence for sequence, _ in members),
+        starts, low, columns, column, hidden[:, None], own,
+        tuple(number for number, (_, start, _, first) in enumerate(facts) if first == start),
+    )  # fmt: skip
 
 
-def _places(store: Store, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows of the step, pages, rows of these pages) of what is kept of the step."""
+def _places(store: Store, sequences: Sequences) -> tuple[Tensor, bool, Tensor, Tensor]:
+    """(rows of the step, whether they are its first, pages, rows of these pages) of what is kept of the step."""
     size = store.rows_per_page
+    if store.place.kind == "slot":
+        key = ("tails of a ring", size)
+        rows, owner, where = sequences.remember(key, lambda: make_tails(sequences.pieces, size, sequences.positions.device))
+        return rows, _are_first(sequences, rows.shape[0]), sequences.slots[owner, store.place.column], where
     found: list[tuple[int, int, int]] = []
     if store.place.kind == "block":
         for piece in sequences.pieces:
             first = max(piece.start, piece.write_from)
             found += [(piece.first_row + p - piece.start, piece.table_row, p) for p in range(first, piece.stop)]
         rows, table_row, position = _columns_of(found, sequences.positions.device)
-        return rows, sequences.tables[table_row, position // size], position % size
-    if store.place.kind == "slot":
-        rows, owner, where = make_tails(sequences.pieces, size, sequences.positions.device)
-        return rows, sequences.slots[owner, store.place.column], where
+        return rows, _are_first(sequences, len(found)), sequences.tables[table_row, position // size], position % size
     for sequence, piece in enumerate(sequences.pieces):
         pages = sequences.windows[sequence][store.place.group]
         for block, of_block in pages.items():
             first, stop = max(piece.start, block * size), min(piece.stop, (block + 1) * size)
             page = of_block[store.place.column]
             found += [(piece.first_row + p - piece.start, page, p % size) for p in range(first, stop)]
-    return _columns_of(found, sequences.positions.device)
+    rows, page_of, where = _columns_of(found, sequences.positions.device)
+    return rows, False, page_of, where
+
+
+def _are_first(sequences: Sequences, count: int) -> bool:
+    """Whether `count` rows that are kept in order are all rows of the step."""
+    return count == sequences.num_rows
 
 
 def _columns_of(found: Sequence[tuple[int, int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,41 +335,42 @@ def _rows(
 
 
 def _single_rows(own: tuple[Tensor, ...], past: Past, sequences: Sequences, single: _SinglePlan) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, columns, K, D] of several sequences; positions that do not exist have zeros as values."""
-    store, size = past.store, past.store.rows_per_page
-    if store.place.kind == "block":
-        key = ("blocks", single.owners, single.columns, size)
-        index, skip = sequences.remember(key, lambda: _block_index(single, sequences, size))
-        if skip is None:
-            stored = tuple(view.index_select(0, index).view(len(single.owners), -1, view.shape[2]) for view in store.views)
-            stored = tuple(part[:, : single.columns] for part in stored)
-        else:
-            stored = tuple(view[index, skip] for view in store.views)
-        keys, values = past.codec.keys_values(stored)
-    else:
-        spans = zip(single.owners, single.bases, single.lows, strict=True)
-        each = [_rows(own, past, sequences, owner, (base, single.columns, low)) for owner, base, low in spans]
-        keys, values = past.codec.keys_values(tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
-        return keys, values
-    if values.data_ptr() == store.views[-1].data_ptr():
-        raise AssertionError("values must be a copy")
-    for row, (piece, base, low) in enumerate(zip(single.pieces, single.bases, single.lows, strict=True)):
-        values[row, piece.stop - base :] = 0
-        if low > base:
-            values[row, : low - base] = 0
-    return keys, values
+    """Keys and values [B, columns, K, D] of several sequences; where a column is hidden, of another that is not."""
+    store, batch = past.store, len(single.owners)
+    in_log = store.place.kind == "block"
+    key = ("single rows", id(single), store.place, store.rows_per_page)
+    pages, rows = sequences.remember(key, lambda: _single_index(store, sequences, single))
+    found = store.read_stored(pages, rows)
+    if not in_log:
+        for field, part in zip(found, own, strict=True):
+            for fresh in single.fresh:  # nothing is stored
+                field[fresh * single.columns : (fresh + 1) * single.columns] = 0
+            field.index_copy_(0, single.own, part[:batch] if single.are_first else part.index_select(0, single.rows))
+    return past.codec.keys_values(tuple(field.view(batch, single.columns, -1) for field in found))
 
 
-def _block_index(single: _SinglePlan, sequences: Sequences, size: int) -> tuple[Tensor, Tensor | None]:
-    """Which pages of a log hold the columns, and, unless they start with a page each, which rows."""
-    tables, device = sequences.tables, sequences.positions.device
-    rows = torch.tensor([piece.table_row for piece in single.pieces], device=device)
-    last = torch.tensor([(piece.stop - 1) // size for piece in single.pieces], device=device)[:, None]
-    if not any(single.bases):
-        block = torch.arange(-(-single.columns // size), device=device)[None]
-        return tables[rows[:, None], torch.minimum(block, last)].flatten(), None
-    position = torch.tensor(single.bases, device=device)[:, None] + torch.arange(single.columns, device=device)
-    return tables[rows[:, None], torch.minimum(position // size, last)], position % size
+def _single_index(store: Store, sequences: Sequences, single: _SinglePlan) -> tuple[Tensor, Tensor]:
+    """(pages, rows of these) [B * columns] of the columns of a plan; a hidden one is another that the sequence sees."""
+    size, place, device = store.rows_per_page, store.place, single.rows.device
+    in_log = place.kind == "block"
+    last = single.starts if in_log else torch.maximum(single.starts - 1, single.lows)
+    column = torch.minimum(torch.maximum(single.column, single.lows[:, None]), last[:, None])
+    if place.kind == "slot":
+        owners = torch.tensor(single.owners, device=device)
+        pages = sequences.slots[owners, place.column][:, None].expand(-1, single.columns)
+        return pages.flatten(), (column % size).flatten()
+    block = column // size
+    if in_log:
+        table_rows = torch.tensor([piece.table_row for piece in single.pieces], device=device)
+        return sequences.tables[table_rows[:, None], block].flatten(), (column - block * size).flatten()
+    first = [min(sequences.windows[owner][place.group], default=0) for owner in single.owners]
+    width = max(max(sequences.windows[owner][place.group], default=0) - low for owner, low in zip(single.owners, first, strict=True))
+    table = [
+        [sequences.windows[owner][place.group].get(low + i, (0,) * (place.column + 1))[place.column] for i in range(width + 1)]
+        for owner, low in zip(single.owners, first, strict=True)
+    ]
+    near = (block - torch.tensor(first, device=device)[:, None]).clamp_(0, width)
+    return torch.tensor(table, device=device).gather(1, near).flatten(), (column - block * size).flatten()
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -345,31 +384,52 @@ def _attend_longer(
         _rows(own, past, sequences, longer.sequence, (longer.base, longer.columns, longer.low))
     )  # [N, K, D]
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
+    group = case.heads // case.kv_heads
     for tile in longer.tiles:
         at = slice(tile.first, tile.first + tile.columns)
         count = tile.rows.stop - tile.rows.start
-        rows = q[tile.rows].view(count, case.kv_heads, -1, q.shape[2]).transpose(0, 1)  # [K, n, G, D]
-        found = _attend(rows, keys[..., at], values[:, at], tile.hidden[None, :, None], case, sequences.row_multiple)
-        out[tile.rows] = found.transpose(0, 1).reshape(count, case.heads, -1)
+        rows = q[tile.rows].view(count, case.kv_heads, group, q.shape[2]).transpose(0, 1)  # [K, n, G, D]
+        step = case.kv_heads if case.heads * count * tile.columns <= _NEAR else 1
+        for head in range(0, case.kv_heads, step):
+            part = case if step > 1 else _of_head(case, head)
+            near = slice(head, head + step)
+            found = _attend(rows[near], keys[near, :, at], values[near, at], tile.hidden, part, sequences.row_multiple)
+            out[tile.rows].view(count, case.kv_heads, group, -1)[:, near] = found.transpose(0, 1)
 
 
 def _attend_singles(
-    q: Tensor, own: tuple[Tensor, ...], past: Past, case: HeadsCase, sequences: Sequences, single: _SinglePlan, out: Tensor
-) -> None:
-    """One query of each of several sequences: the products of all of them, head by head, or of all heads, one by one."""
+    q: Tensor, own: tuple[Tensor, ...], past: Past, case: HeadsCase, sequences: Sequences, single: _SinglePlan
+) -> Tensor:
+    """One query of each of several sequences: the products of all of them, head by head, or of all heads, one by one.
+
+    Returns [B, H, Dv].
+    """
     keys, values = _single_rows(own, past, sequences, single)  # [B, N, K, D]
-    rows = q.index_select(0, single.rows).view(len(single.owners), case.kv_heads, 1, -1, q.shape[2])  # [B, K, 1, G, D]
-    found = out.new_empty(len(single.owners), case.kv_heads, case.heads // case.kv_heads, out.shape[2])
-    if case.kv_heads <= len(single.owners):
-        for head in range(case.kv_heads):
-            part = _of_head(case, head)
-            of_head = keys[:, :, head].transpose(1, 2), values[:, :, head]
-            found[:, head] = _attend(rows[:, head], *of_head, single.hidden, part, sequences.row_multiple)[:, 0]
+    batch, group, multiple = len(single.owners), case.heads // case.kv_heads, sequences.row_multiple
+    num = padded_rows(1, multiple // math.gcd(group, multiple))
+    rows = (q[:batch] if single.are_first else q.index_select(0, single.rows)).view(batch, case.kv_heads, group, -1)
+    if num > 1:  # a product gets a multiple of rows
+        rows = rows[:, :, None].expand(-1, -1, num, -1, -1)
+    rows = rows.reshape(batch, case.kv_heads, num * group, -1)
+    hidden = single.hidden[:, None]  # [B, 1, 1, N]
+    by_head = case.kv_heads <= batch
+    if by_head:
+        rows, keys, values, hidden = rows.transpose(0, 1), keys.permute(2, 0, 3, 1), values.permute(2, 0, 1, 3), single.hidden
     else:
-        for row in range(len(single.owners)):
-            of_row = keys[row].permute(1, 2, 0), values[row].transpose(0, 1)
-            found[row] = _attend(rows[row], *of_row, single.hidden[row], case, sequences.row_multiple)[:, 0]
-    out.index_copy_(0, single.rows, found.flatten(1, 2))
+        keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)
+    scores = rows.new_empty(*rows.shape[:3], single.columns)
+    for part, of_part, into in zip(rows, keys, scores, strict=True):
+        torch.bmm(part, of_part, out=into)
+    if case.softcap:
+        scores = softcapped(scores, case.softcap)
+    scores.masked_fill_(hidden, -torch.inf)
+    sinks = None
+    if case.sinks is not None:
+        sinks = case.sinks.view(-1, 1, group, 1) if by_head else case.sinks.view(1, -1, group, 1)
+        sinks = sinks.repeat(1, 1, num, 1)
+    scores = _softmax(scores, sinks)
+    found = torch.stack([batched_linear(part, of_part) for part, of_part in zip(scores, values, strict=True)])[:, :, :group]
+    return (found.transpose(0, 1) if by_head else found).reshape(batch, case.heads, -1)
 
 
 def _attend_selected(q: Tensor, past: Past, case: HeadsCase, sequences: Sequences, selected: Tensor, out: Tensor) -> None:
@@ -377,7 +437,7 @@ def _attend_selected(q: Tensor, past: Past, case: HeadsCase, sequences: Sequence
     store, size, top_k = past.store, past.store.rows_per_page, selected.shape[1]
     rows, owners = sequences.remember(("selecting", top_k), lambda: _selecting(top_k, sequences))
     spare = -top_k % TILE
-    hidden = (torch.arange(top_k + spare, device=q.device) >= top_k)[None, None, None]
+    hidden = ((slice(top_k, top_k + spare), torch.ones(1, spare, dtype=torch.bool, device=q.device)),)
     row_elements = sum(view.shape[2] for view in store.views)
     at_once = max(1, _GATHERED // ((top_k + spare) * row_elements))
     for first in range(0, rows.shape[0], at_once):
@@ -402,8 +462,10 @@ def _of_head(case: HeadsCase, head: int) -> HeadsCase:
     return HeadsCase(group, 1, case.scale, case.window, case.reset, case.softcap, sinks)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, case: HeadsCase, multiple: int) -> Tensor:
-    """q [B, n, G, D] scaled, keys [B, D, N], values [B, N, Dv], hidden broadcastable to [B, n, G, N] -> [B, n, G, Dv].
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, hidden: tuple[tuple[slice, Tensor], ...], case: HeadsCase, multiple: int
+) -> Tensor:
+    """q [B, n, G, D] scaled, keys [B, D, N], values [B, N, Dv], hidden [n or 1, columns] of ranges of columns -> [B, n, G, Dv].
 
     B are key/value heads of one sequence, or one key/value head of several.
     """
@@ -416,16 +478,20 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, case: Heads
     if case.softcap:
         scores = softcapped(scores, case.softcap)
     real = scores.view(batch, num, group, -1)
-    real[:, :count].masked_fill_(hidden, -torch.inf)
-    if case.sinks is None:
-        weights = torch.softmax(scores, dim=-1)
-    else:
-        sinks = case.sinks.view(-1, group)[:, None, :, None]  # [B or 1, 1, G, 1]
-        peak = torch.maximum(real.amax(-1, keepdim=True), sinks)
-        real = real.sub_(peak).exp_()
-        real.div_(real.sum(-1, keepdim=True) + torch.exp(sinks - peak))
-        weights = scores
+    for columns, mask in hidden:
+        real[:, :count, :, columns].masked_fill_(mask[None, :, None], -torch.inf)
+    sinks = None if case.sinks is None else case.sinks.view(-1, 1, group, 1)  # [B or 1, 1, G, 1]
+    weights = _softmax(real, sinks).view(scores.shape)
     return batched_linear(weights, values).view(batch, num, group, -1)[:, :count]
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of scores [..., N], which are overwritten; sinks broadcast to [..., 1]."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, out=scores)
+    peak = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    scores = scores.sub_(peak).exp_()
+    return scores.div_(scores.sum(-1, keepdim=True) + torch.exp(sinks - peak))
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:

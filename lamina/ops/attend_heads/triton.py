@@ -5,9 +5,9 @@
     keep_rows(own, store, rows) after attention: the last rows of each request into its ring
     refuses(machine, case)      why they are not served, or None
 
-Launches, order "prefill": one; a program per tile of queries of one request. Order "decode": one over ranges of a row's tiles, and
-one that combines them. How a row is cut follows from its position, so that its bits do not depend on the rows beside it; the grid
-holds the ranges that a row of `max_context` tokens has, and those past a row's end return at once.
+Launches, order "prefill": one; a program per tile of queries of one request. Order "decode": one over ranges of a row's tiles,
+and one that combines them. How a row is cut follows from its position, so that its bits do not depend on the rows beside it; the
+grid holds the ranges that a row of `max_context` tokens has, and those past a row's end return at once.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lamina.ops.attend_heads import kernels
 from lamina.ops.attend_heads.ref import HeadsCase, Past
-from lamina.ops.machine import Machine
+from lamina.ops.machine import Machine, is_hopper
 from lamina.ops.rope_norm.triton import refuses_machine
 from lamina.ops.rows import Rows
 from lamina.ops.store import Store
@@ -42,7 +42,7 @@ class Tiles:
 
     heads    of a group in a program.   queries  of a program.   rows  positions of a tile of keys.
     splits   most ranges of a decode's row; `least_tiles` tiles of a range at least.   warps, stages  as in Triton.
-    `rows`, `splits`, `least_tiles` and, between 16 rows of a matrix and more, `heads` and `queries` change bits, the others do not.
+    `warps` and `stages` change no bit, the others may.
     """
 
     heads: int
@@ -62,8 +62,13 @@ def refuses(machine: Machine, dim: int) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def choose_tiles(group: int, kv_heads: int, dim: int, is_exact: bool, order: Order) -> Tiles:
-    """The tiles for `group` query heads over each of `kv_heads`; from the machine code (registers, spills)."""
+def choose_tiles(
+    group: int, kv_heads: int, dim: int, is_exact: bool, order: Order, is_codes: bool = False, is_hopper: bool = True
+) -> Tiles:
+    """The tiles for `group` query heads over each of `kv_heads`; from the machine code (registers, spills).
+
+    is_exact  products in fp32.   is_codes  keys and values are e4m3.
+    """
     wide = triton.next_power_of_2(dim)
     if order == "decode":
         heads = min(64, max(16, triton.next_power_of_2(group)))
@@ -77,13 +82,13 @@ def choose_tiles(group: int, kv_heads: int, dim: int, is_exact: bool, order: Ord
     heads = min(64, triton.next_power_of_2(group))
     if wide > 128:
         return Tiles(heads, 64 // heads, 32, 8, 2)
-    return Tiles(heads, 128 // heads, 64, 8, 2)
+    return Tiles(heads, (64 if is_codes and not is_hopper else 128) // heads, 64, 8, 2)
 
 
 def project_heads(
-    x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype, turns: tuple[Tensor, Tensor] | None,
-    is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None, k_norm: tuple[Tensor | None, float] | None = None,
-    v_norm_eps: float = 0.0, norms_after: bool = False, warmth: Tensor | None = None,
+    x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype,
+    turns: tuple[Tensor, Tensor] | None, is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None,
+    k_norm: tuple[Tensor | None, float] | None = None, v_norm_eps: float = 0.0, norms_after: bool = False, warmth: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Queries [T, H, d] in `dtype`, and the step's rows as stored, one tensor [T, K * d] a field; of a log's store none.
 
@@ -109,9 +114,9 @@ def project_heads(
     if num:
         kernels.project_heads[(num, triton.cdiv(heads + 2 * kv_heads, group))](
             x, x.stride(0), bias, q_norm[0] if q_norm else None, k_norm[0] if k_norm else None, *(turns or (None, None)), warmth,
-            queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners, rows.write_from,
-            rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1], store.place.column,
-            q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0, v_norm_eps,
+            queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners,
+            rows.write_from, rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1],
+            store.place.column, q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0, v_norm_eps,
             HEADS=heads, KV=kv_heads, D=dim, W=wide, GROUP=group, ROPE=2 * turns[0].shape[1] if turns else 0, IS_PAIRS=is_pairs,
             NORMS_Q=q_norm is not None, NORMS_K=k_norm is not None, NORMS_V=v_norm_eps > 0, NORMS_AFTER=norms_after, PLACE=place,
             PAGE_ROWS=store.rows_per_page, IS_BF16=dtype == torch.bfloat16, num_warps=1, enable_fp_fusion=False,
@@ -137,7 +142,8 @@ def attend_heads(
     in_log = store.place.kind == "block"
     is_exact = torch.float32 in (q.dtype, store.views[0].dtype)
     if tiles is None:
-        tiles = choose_tiles(heads // kv_heads, kv_heads, dim, is_exact, order)
+        is_codes = store.views[0].dtype == torch.uint8
+        tiles = choose_tiles(heads // kv_heads, kv_heads, dim, is_exact, order, is_codes, is_hopper(q.device))
     (kept_k, kept_v), (own_k, own_v) = store.views, own or store.views
     has_cap = case.softcap > 0
     factor = case.scale * (1.0 if has_cap else _LOG2_E)
@@ -164,8 +170,8 @@ def attend_heads(
     sums = peaks[num * splits * heads :]
     cut = {"SPLITS": tiles.splits, "LEAST_TILES": tiles.least_tiles}
     kernels.attend_split[(num * parts, splits)](
-        q, *stored, rows.positions, rows.owners, rows.starts, rows.first_rows, rows.valid_from, *paged, partial, peaks, sums, factor,
-        case.softcap, **common, **walk, **cut,
+        q, *stored, rows.positions, rows.owners, rows.starts, rows.first_rows, rows.valid_from, *paged, partial, peaks, sums,
+        factor, case.softcap, **common, **walk, **cut,
     )  # fmt: skip
     kernels.combine[(num * heads,)](
         partial, peaks, sums, rows.positions, rows.owners, rows.valid_from, case.sinks, out, splits,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.ops.chunks import CHUNK, gathered, product, run_chunks
+from lamina.ops.chunks import CHUNK, gathered, in_cache, product, run_chunks
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import Store
 
@@ -98,14 +98,18 @@ class _Delta:
 
     def one(self, rows: Tensor, states: Tensor) -> Tensor:
         q, k, v, forgets, learns = self._at(rows)
-        groups = k.shape[1]
-        states.mul_(forgets.exp_()[..., None, None])
-        grouped = states.unflatten(1, (groups, -1))  # [B, G, H / G, Dk, Dv]
-        q, k = q[:, :, None, :, None], k[:, :, None, :, None]
-        found = (grouped * k).sum(-2)
-        new = (v.unflatten(1, (groups, -1)) - found).mul_(learns.unflatten(1, (groups, -1))[..., None])
-        grouped.add_(k * new[..., None, :])
-        return (grouped * q).sum(-2).flatten(1, 2)
+        num, groups, width = k.shape
+        parts = (num * groups, v.shape[1] // groups)
+        v, kept, learns = v.view(*parts, -1), forgets.exp_().view(*parts, 1, 1), learns.view(*parts, 1)
+        grouped = states.view(*parts, width, -1)
+        q, k = q.view(-1, 1, width, 1), k.view(-1, 1, width, 1)
+        y = torch.empty_like(v)
+        for near in in_cache(parts[0], grouped[0].numel()):
+            own, key = grouped[near].mul_(kept[near]), k[near]
+            new = (v[near] - (own * key).sum(-2)).mul_(learns[near])
+            own.add_(key * new[..., None, :])
+            torch.sum(own * q[near], dim=-2, out=y[near])
+        return y.view(num, *self.out_shape)
 
     def chunks(self, index: Tensor, counts: Sequence[int]) -> _Chunks:
         q, k, v, forgets, learns = self._at(index)  # [K, CHUNK, ...]
@@ -130,6 +134,6 @@ class _Delta:
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         values, corrections = solved.split([v.shape[3], width], dim=-1)
         return _Chunks(
-            values.contiguous(), corrections.contiguous(), (k * left).transpose(2, 3).contiguous(), passed[:, :, -1:],
-            (decay * by_query).flatten(1, 2), q * passed,
+            values, corrections, k.mul_(left).transpose(2, 3).contiguous(), passed[:, :, -1:],
+            decay.mul_(by_query).flatten(1, 2), q.mul_(passed),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """What is between the two products of a feed-forward layer, on a GPU, in one launch. `ref.py` is the definition.
 
-    gated(h, bias, activation, has_gate, multiplier, dtype, is_fp8)   as the next product reads it
+gated(h, bias, activation, has_gate, multiplier, dtype, is_fp8)   as the next product reads it
 """
 
 import torch

@@ -3,6 +3,7 @@
 linear(x, weight)        [rows, in] x [out, in] -> [rows, out] fp32.
 batched_linear(x, m)     [B, rows, in] x [B, in, out] -> [B, rows, out] fp32; never fewer than MIN_COLUMNS columns inside.
 prepared(weight)         the same weight in the order of bytes that products read fastest; done once, at load.
+packed(weight)           the same in the order of the machine's library, for `linear` alone.
 padded_rows(n, m)        rows to give a product so that no row's bits depend on how many others there are.
 stable_row_multiple(s)   start-up search for that m on this machine.
 
@@ -22,6 +23,7 @@ from lamina.ops.gemm.ref import (
     grouped_linear,
     linear,
     linear_stored,
+    packed,
     padded_rows,
     prepared,
     quantise_rows,
@@ -40,6 +42,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "linear_stored",
+    "packed",
     "padded_rows",
     "prepared",
     "quantise_rows",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.ops.chunks import CHUNK, gathered, product, run_chunks
+from lamina.ops.chunks import CHUNK, gathered, in_cache, product, run_chunks
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import Store
 
@@ -87,9 +87,14 @@ class _Attention:
 
     def one(self, rows: Tensor, states: Tensor) -> Tensor:
         q, k, v = (gathered(x, rows) for x in (self.q, self.k, self.v))
-        states.mul_(self.decays.powers[:, 1, None, None])
-        states.add_(k[..., None] * v[..., None, :])
-        return (states * q[..., None]).sum(-2)
+        num, heads, _ = k.shape
+        kept = self.decays.powers[:, 1].repeat(num).view(-1, 1, 1)
+        parts, (q, k, v) = states.flatten(0, 1), (x.flatten(0, 1) for x in (q, k, v))
+        y = torch.empty_like(v)
+        for near in in_cache(num * heads, parts[0].numel()):
+            own = parts[near].mul_(kept[near]).add_(k[near][..., None] * v[near][:, None])
+            torch.sum(own * q[near][..., None], dim=-2, out=y[near])
+        return y.view(num, *self.out_shape)
 
     def chunks(self, index: Tensor, counts: Sequence[int]) -> _Chunks:
         q, k, v = (gathered(x, index).transpose(1, 2).contiguous() for x in (self.q, self.k, self.v))  # [K, H, CHUNK, ...]

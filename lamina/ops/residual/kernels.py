@@ -20,9 +20,10 @@ def _normed(x, weight, column, inside, eps, D: tl.constexpr, CENTRES: tl.constex
 
 @triton.jit
 def join(
-    x, found, bias, after, before, out, codes, scales, after_eps, before_eps, scale,
+    x, found, bias, after, before, out, codes, scales, after_eps, before_eps, scale, kept,
     D: tl.constexpr, BLOCKS: tl.constexpr, HAS_AFTER: tl.constexpr, AFTER_CENTRES: tl.constexpr, HAS_BEFORE: tl.constexpr,
-    BEFORE_CENTRES: tl.constexpr, IS_BF16: tl.constexpr, IS_LAST: tl.constexpr, IS_FP8: tl.constexpr,
+    BEFORE_CENTRES: tl.constexpr, KEEPS_OLD: tl.constexpr, KEEPS_NORMED: tl.constexpr, IS_BF16: tl.constexpr,
+    IS_LAST: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """x is overwritten by the new residual; out, codes and scales get the next part's input. IS_LAST: x is not needed again."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,14 +40,19 @@ def join(
         value = rounded(value, IS_BF16)
         if HAS_AFTER:
             value = rounded(_normed(value, after, column, inside, after_eps, D, AFTER_CENTRES), IS_BF16)
-        total = rounded(total + value * scale, IS_BF16)
-        if not IS_LAST:
+        value = value * scale
+        if KEEPS_OLD:
+            value = total * kept + value
+        total = rounded(value, IS_BF16)
+        if not (IS_LAST or KEEPS_NORMED):
             store_as(x + at, total, inside)
     if HAS_BEFORE:
         total = _normed(total, before, column, inside, before_eps, D, BEFORE_CENTRES)
     if not IS_LAST:
         total = rounded(total, IS_BF16)
     store_as(out + at, total, inside)
+    if KEEPS_NORMED and not IS_LAST:
+        store_as(x + at, total, inside)
     if IS_FP8:
         code, byte = quantise_e4m3(total, 1)
         tl.store(codes + at, code, mask=inside)

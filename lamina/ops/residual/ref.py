@@ -26,12 +26,17 @@ class VectorNorm:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What follows a part: bias [D] fp32 of its result, a norm of it, its factor; and the norm before the next part."""
+    """What follows a part: bias [D] fp32 of its result, a norm of it, its factor; and the norm before the next part.
+
+    kept  factor of the old residual, 0: it is gone.   keeps_normed  what the next part reads is the residual too.
+    """
 
     before: VectorNorm | None
     after: VectorNorm | None = None
     bias: Tensor | None = None
     scale: float = 1.0
+    kept: float = 1.0
+    keeps_normed: bool = False
 
 
 def join(x: Tensor, found: Tensor | None, joint: Joint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,5 +49,7 @@ def join(x: Tensor, found: Tensor | None, joint: Joint, dtype: torch.dtype) -> t
         found = (found.float() if joint.bias is None else found.float() + joint.bias).to(dtype).float()
         if joint.after is not None:
             found = joint.after.forward(found).to(dtype).float()
-        total = (total + found * joint.scale).to(dtype).float()
-    return total.to(dtype), total if joint.before is None else joint.before.forward(total)
+        found = found * joint.scale
+        total = (found if joint.kept == 0 else total * joint.kept + found).to(dtype).float()
+    read = total if joint.before is None else joint.before.forward(total)
+    return (read if joint.keeps_normed else total).to(dtype), read

@@ -8,7 +8,6 @@ One launch each; a row's bits depend on that row only.
 """
 
 import torch
-import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 from lamina.ops.gemm.stored import Activation, empty_activation
@@ -52,9 +51,9 @@ def _launch(
     if num:
         kernels.join[(num,)](
             x, found, joint.bias, after.weight if after else None, before.weight if before else None, *out,
-            after.eps if after else 0.0, before.eps if before else 0.0, joint.scale,
+            after.eps if after else 0.0, before.eps if before else 0.0, joint.scale, joint.kept,
             D=width, BLOCKS=num_blocks(width), HAS_AFTER=after is not None, AFTER_CENTRES=after is not None and after.centres,
             HAS_BEFORE=before is not None, BEFORE_CENTRES=before is not None and before.centres,
-            IS_BF16=x.dtype == torch.bfloat16, IS_LAST=is_last, IS_FP8=is_fp8, num_warps=4 if width <= 2048 else 8,
-            enable_fp_fusion=False,
+            KEEPS_OLD=joint.kept != 0, KEEPS_NORMED=joint.keeps_normed, IS_BF16=x.dtype == torch.bfloat16,
+            IS_LAST=is_last, IS_FP8=is_fp8, num_warps=4 if width <= 2048 else 8, enable_fp_fusion=False,
         )  # fmt: skip

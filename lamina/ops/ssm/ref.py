@@ -335,12 +335,13 @@ class _Heads:
     c: Tensor
 
     @property
-    def state_shape(self) -> tuple[int, ...]:
+    def state_shape(self) -> tuple[int, int, int]:
         return self.x.shape[1], self.x.shape[2], self.b.shape[2]
 
     @property
     def chunk_numbers(self) -> int:
-        return self.x.shape[1] * CHUNK * max(CHUNK, self.x.shape[2])
+        heads, width, size = self.state_shape
+        return heads * max(CHUNK * CHUNK, CHUNK * width, width * size)
 
     def one(self, rows: Tensor, states: Tensor) -> Tensor:
         x, steps, b, c = (_gathered(values, rows) for values in (self.x, self.steps, self.b, self.c))

@@ -292,12 +292,25 @@ class Store:
         self.rows_per_page = views[0].shape[1]
         self.row_bytes = sum(view.shape[2] * view.element_size() for view in views)
         self.bytes_written = 0
+        self._lines = _lines(views)
 
     def write(self, pages: Tensor, rows: Tensor, stored: tuple[Tensor, ...]) -> None:
         """Writes N encoded rows at (pages [N], rows [N])."""
-        for view, values in zip(self.views, stored, strict=True):
-            view[pages, rows] = values
+        if self._lines is None:
+            for view, values in zip(self.views, stored, strict=True):
+                view[pages, rows] = values
+        else:
+            index = pages * self._lines[1] + rows
+            for line, values in zip(self._lines[0], stored, strict=True):
+                line.index_copy_(0, index, values)
         self.bytes_written += pages.shape[0] * self.row_bytes
+
+    def read_stored(self, pages: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        """One new tensor [N, ...] a field: the encoded rows at (pages [N], rows [N])."""
+        if self._lines is None:
+            return tuple(view[pages, rows] for view in self.views)
+        index = pages * self._lines[1] + rows
+        return tuple(line.index_select(0, index) for line in self._lines[0])
 
     def read(self, pages: Tensor, rows: Tensor) -> Tensor:
         """fp32 [N, width] at (pages [N], rows [N])."""
@@ -330,3 +343,19 @@ class Store:
         first, count = start % self.rows_per_page, stop - start
         head = min(count, self.rows_per_page - first)
         return [view[first : first + head], view[: count - head]]
+
+
+def _lines(views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int] | None:
+    """The rows of all pages of each field one after another, as far apart as a page's rows are, and rows from page to page.
+
+    None if pages are no whole number of rows apart, or not the same number in all fields. Rows are found faster so than by two indices.
+    """
+    apart = set()
+    for view in views:
+        whole = view.dim() == 3 and view.stride(2) == 1 and view.stride(1) == view.shape[2] and view.stride(0) % view.shape[2] == 0
+        apart.add(view.stride(0) // view.shape[2] if whole and view.device.type == "cpu" else 0)
+    if len(apart) != 1 or 0 in apart:
+        return None
+    rows = next(iter(apart))
+    sizes = [((view.shape[0] - 1) * rows + view.shape[1], view.shape[2]) for view in views]
+    return tuple(view.as_strided(size, (size[1], 1)) for view, size in zip(views, sizes, strict=True)), rows
