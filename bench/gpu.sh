@@ -35,6 +35,7 @@ figures decode 300
 figures one_million 200 --ratios 0,4,128,4
 figures gemm 120
 figures attend 120
+figures heads 200 --rival
 figures index 120
 figures hyper 90
 figures experts 120

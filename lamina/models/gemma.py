@@ -1,6 +1,7 @@
 """Gemma 2 and 3: a window in most layers, full attention in every second or sixth; four norms a layer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lamina.base.errors import ConfigError
 from lamina.models.attention_memory import FULL, NAMES, WINDOW, attention_memories, every, layer_types, nullable
@@ -73,7 +74,10 @@ def rope_of(fields: ConfigFields, decoder: Decoder, kind: str) -> Rope:
 
 
 def _decoder_3(values: Mapping[str, object]) -> Decoder:
-    return read_decoder(values, _GEMMA3, "text_config" if values.get("model_type") == "gemma3" else None)
+    """The common fields; whether embeddings are tied, a config for text and images says outside of `text_config`."""
+    decoder = read_decoder(values, _GEMMA3, "text_config" if values.get("model_type") == "gemma3" else None)
+    name = "tie_word_embeddings"
+    return replace(decoder, tied=flag(ConfigFields(values), name, True)) if decoder.is_nested else decoder
 
 
 def _period_3(decoder: Decoder) -> int:

@@ -1,7 +1,7 @@
 """Gemma 3n: a window in four of five layers; the last layers own no keys and values but read those of an earlier layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from lamina.base.errors import ConfigError
@@ -85,7 +85,10 @@ def network(values: Mapping[str, object]) -> Network:
 
 
 def _decoder(values: Mapping[str, object]) -> Decoder:
-    return read_decoder(values, _DEFAULTS, "text_config" if values.get("model_type") == "gemma3n" else None)
+    """The common fields; whether embeddings are tied, a config for all media says outside of `text_config`."""
+    decoder = read_decoder(values, _DEFAULTS, "text_config" if values.get("model_type") == "gemma3n" else None)
+    name = "tie_word_embeddings"
+    return replace(decoder, tied=flag(ConfigFields(values), name, True)) if decoder.is_nested else decoder
 
 
 def _types(decoder: Decoder) -> tuple[tuple[str, ...], int | None]:

@@ -39,7 +39,7 @@ class _Rule:
 
 _GPT2, _DIGITS = _Rule(), _Rule(splits_digits=True)
 _LLAMA3 = _Rule(_WORDS % "{1,3}", whole_first=True, adds_bos=True)
-_QWEN2 = _Rule(_WORDS % "", is_composed=True)
+_QWEN2 = _Rule(_WORDS % "", is_composed=True)  # NFC as in the models' own files; llama.cpp leaves it out
 _RULES = {
     "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2,
     "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "codeshell": _DIGITS,

@@ -1,6 +1,7 @@
 """Llama: full attention in every layer. Llama 4: attention within chunks, and full attention without rotation in some layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lamina.base.errors import ConfigError
 from lamina.models.attention_memory import CHUNK, FULL, NAMES, attention_memories, layer_types, nullable
@@ -95,7 +96,9 @@ def network_4(values: Mapping[str, object]) -> Network:
 
 
 def _decoder_4(values: Mapping[str, object]) -> Decoder:
-    return read_decoder(values, _DEFAULTS_4, "text_config" if values.get("model_type") == "llama4" else None)
+    """The common fields; whether embeddings are tied, `text_config` alone says."""
+    decoder = read_decoder(values, _DEFAULTS_4, "text_config" if values.get("model_type") == "llama4" else None)
+    return replace(decoder, tied=flag(decoder.fields, "tie_word_embeddings", False))
 
 
 def _layers_4(decoder: Decoder) -> tuple[list[int], tuple[str, ...], int | None]:

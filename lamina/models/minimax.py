@@ -26,7 +26,7 @@ _THETA = 1e6
 _INNER_EPS = 1e-6
 _RENAMES = (
     Rename(r"\.mlp\.(gate|experts)\.", r".block_sparse_moe.\1."),
-    # tables that follow from the config
+    # tables that follow from the config, and are rounded where the file is
     Rename(r"^.*\.self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay)$", "unused.decay"),
 )
 

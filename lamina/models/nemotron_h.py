@@ -1,6 +1,7 @@
 """Nemotron-H: each layer is one thing, a Mamba-2 scan, full attention, a feed-forward layer or experts. No torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lamina.base.errors import ConfigError
 from lamina.models.config_fields import ConfigFields
@@ -44,14 +45,15 @@ def describe(values: Mapping[str, object], choices: Choices) -> Description:
 
 
 def network(values: Mapping[str, object]) -> Network:
-    """What a Nemotron-H computes: one part a layer, attention without positions."""
+    """What a Nemotron-H computes: one part a layer, attention without positions.
+
+    As in Transformers, `attention_bias`, `mamba_proj_bias` and `n_shared_experts` say nothing of its tensors, and a head that is
+    stored is used, whatever `tie_word_embeddings` says.
+    """
     decoder, kinds = _decoder(values)
     fields, dim, eps = decoder.fields, decoder.head_dim, decoder.fields.number("layer_norm_epsilon", default=1e-5)
-    for name, allowed in (
-        ("sliding_window", None), ("mamba_hidden_act", "silu"), ("attention_bias", False), ("mamba_proj_bias", False),
-        ("tie_word_embeddings", False), ("n_shared_experts", 1),
-    ):  # fmt: skip
-        fields.must_be(name, allowed)
+    fields.must_be("sliding_window", None)
+    fields.must_be("mamba_hidden_act", "silu")
     activation = fields.get("mlp_hidden_act") or "relu2"
     if activation not in ("relu2", "silu"):
         raise ConfigError("mlp_hidden_act", activation, "relu2 or silu")
@@ -74,7 +76,8 @@ def network(values: Mapping[str, object]) -> Network:
         layers.append((Branch(part, Norm(f"{prefix}.norm.weight", eps)),))
     return Network(
         decoder.vocab_size, decoder.hidden_size, "model.embeddings.weight", tuple(layers), Norm("model.norm_f.weight", eps),
-        "lm_head.weight", end_tokens(values), names=names_of(decoder, (Rename(r"^backbone\.", "model."),), ("mtp.",)),
+        "lm_head.weight", end_tokens(values), head_may_miss=decoder.tied,
+        names=names_of(replace(decoder, tied=False), (Rename(r"^backbone\.", "model."),), ("mtp.",)),
     )  # fmt: skip
 
 

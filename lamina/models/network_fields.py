@@ -10,6 +10,8 @@ from lamina.models.network import Rope
 from lamina.weights.names import NameScheme, Rename
 
 _FP8_BLOCK = 128
+#: a factor of positions is at least this
+_LEAST = 1e-6
 #: what is in checkpoints and not used
 _UNUSED = "unused."
 #: the text model inside one for images and sound, as older and newer releases write it, and what is not the text model's
@@ -45,11 +47,46 @@ def read_rope(
     if "original_max_position_embeddings" not in numbers and "original_max_position_embeddings" in fields.values:
         numbers["original_max_position_embeddings"] = fields.values["original_max_position_embeddings"]
     told = tuple((name, _frozen(value)) for name, value in sorted(numbers.items()) if kind != "default")
-    rotated = int(dim * share)
+    rotated = int(dim * min(share, 2.0))
+    if base <= 1:
+        raise ConfigError(f"{scaling.prefix if 'rope_theta' in scaling.values else fields.prefix}rope_theta", base, "above 1")
+    _check_scaling(ConfigFields(numbers, scaling.prefix), kind, rotated // 2, max_positions)
     if rotated < 1 or rotated + rotated % 2 > dim or (rotated % 2 and kind != "default"):
         allowed = f"a share of the {dim} dims of a head that is a number of pairs"
         raise ConfigError(f"{scaling.prefix}partial_rotary_factor", share, allowed)
     return Rope(rotated, base, kind, told, is_pairs, max_positions)
+
+
+def _check_scaling(scaling: ConfigFields, kind: str, pairs: int, max_positions: int) -> None:
+    """Refuses numbers that `rope.py` cannot calculate with, and what depends on how long a request becomes."""
+    original = "original_max_position_embeddings"
+    if kind in ("linear", "llama3", "yarn"):
+        scaling.number("factor", low=_LEAST)
+    if kind == "llama3":
+        scaling.number(original, low=1)
+        low = scaling.number("low_freq_factor", low=_LEAST)
+        if scaling.number("high_freq_factor") <= low:
+            raise ConfigError(f"{scaling.prefix}high_freq_factor", scaling.get("high_freq_factor"), f"above low_freq_factor ({low})")
+    if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
+        scaling.number("attention_factor")
+    if kind == "yarn":
+        scaling.number(original, default=float(max_positions), low=1)
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            scaling.number(name, default=1.0)
+        if not isinstance(scaling.get("truncate"), bool | None):
+            raise ConfigError(f"{scaling.prefix}truncate", scaling.get("truncate"), "true or false")
+    if kind == "longrope":
+        found = scaling.number(original, default=float(max_positions), low=2)
+        if scaling.get("factor") is not None:
+            scaling.number("factor", low=_LEAST)
+        for name in ("short_factor", "long_factor"):
+            listed = scaling.items(name) or []
+            numbers = [each for each in listed if isinstance(each, int | float) and not isinstance(each, bool) and each > 0]
+            if len(numbers) != pairs or len(listed) != pairs:
+                raise ConfigError(f"{scaling.prefix}{name}", listed, f"a list of {pairs} numbers above 0")
+        if max_positions > found and scaling.get("short_factor") != scaling.get("long_factor"):
+            allowed = f"max_position_embeddings ({max_positions}): a request that grows longer would turn the keys it remembers"
+            raise ConfigError(f"{scaling.prefix}{original}", found, allowed)
 
 
 def _frozen(value: object) -> object:

@@ -1,7 +1,7 @@
 """Builds and runs what a `Network` says. A new kind of part is one line in BUILDERS and a builder beside the others."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ BUILDERS: Mapping[type, Callable[[Builder, object], Layer]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Residual:
-    """kept * x + scale * after(layer(before(x)))."""
+    """kept * x + scale * after(layer(before(x))). narrows: the layer gives wanted rows alone where not all are wanted."""
 
     layer: Layer
     before: RmsNorm | None
@@ -158,6 +158,7 @@ class _Residual:
     scale: float
     kept: float
     keeps_normed: bool
+    narrows: bool = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         dtype = context.dtype
@@ -166,6 +167,8 @@ class _Residual:
         if self.after is not None:
             found = rounded(self.after.forward(found), dtype)
         x = read if self.keeps_normed else x
+        if self.narrows and context.sequences.wanted is not None:
+            x = x.index_select(0, context.sequences.wanted)
         found = found if self.scale == 1 else found * self.scale
         if self.kept == 0:
             return rounded(found, dtype)
@@ -191,6 +194,7 @@ class NetworkModel:
         self.product_shapes = tuple(sorted(builder.shapes))
         self.batched_shapes = tuple(sorted(builder.batched))
         self.finishing = tuple(builder.finishing)
+        self.narrows = any(isinstance(part, _Residual) and part.narrows for parts in layers for part in parts)
 
     def forward(self, tokens: Tensor, sequences: Sequences) -> Tensor:
         """tokens [T] int64 (padding included) -> final hidden vectors [T, D] fp32, normed."""
@@ -201,7 +205,11 @@ class NetworkModel:
                 x = part.forward(x, context)
         for finish in self.finishing:
             finish(context)
-        return self.norm.forward(x)
+        x = self.norm.forward(x)
+        if self.narrows and sequences.wanted is not None:
+            num = len(sequences.pieces)
+            return x.new_zeros(tokens.shape[0], x.shape[1]).index_copy_(0, sequences.wanted[:num], x[:num])
+        return x
 
     def _tables(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         found = []
@@ -231,6 +239,8 @@ def load_network(
     for number, branches in enumerate(network.layers):
         builder.layer = number
         layers.append(tuple(_residual(builder, branch) for branch in branches))
+    if network.closing is None and layers:
+        layers[-1] = _narrowed(layers[-1])
     last = () if network.closing is None else ((builder.build(network.closing),),)
     norm = builder.norm(network.norm, network.hidden_size)
     is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))
@@ -239,6 +249,21 @@ def load_network(
     embed = rounded(table if network.embed_scale == 1 else table * network.embed_scale, dtype)
     source.finish()
     return NetworkModel(network, dtype, embed, (*first, *layers, *last), norm, head, builder)
+
+
+def _narrowed(layer: tuple[_Residual, ...]) -> tuple[_Residual, ...]:
+    """The last layer: once its attention has stored the step's rows, the rest is computed for wanted rows alone.
+
+    Only where all that follows the attention works row by row.
+    """
+    parts = list(layer)
+    while parts and isinstance(parts[-1].layer, GatedMlp):
+        parts.pop()
+    attention = parts[-1].layer if parts else None
+    if not isinstance(attention, GroupedAttention) or attention.shares is not None or attention.is_shared:
+        return layer
+    parts[-1] = replace(parts[-1], layer=replace(attention, narrows=True), narrows=True)
+    return (*parts, *layer[len(parts) :])
 
 
 def attentions(part: object) -> Iterator[Attention]:

@@ -84,8 +84,8 @@ def _yarn(rope: Rope, values: Mapping[str, object]) -> tuple[Tensor, float]:
 def _longrope(rope: Rope, values: Mapping[str, object]) -> tuple[Tensor, float]:
     """Each pair has a factor of its own; the short ones up to the original context, the long ones beyond it. Source: LongRoPE."""
     original = _number(values, "original_max_position_embeddings", rope.max_positions)
-    scale = rope.max_positions / original
-    name = "long_factor" if scale > 1 else "short_factor"
+    scale = _number(values, "factor", rope.max_positions / original)
+    name = "long_factor" if rope.max_positions > original else "short_factor"
     listed = values.get(name)
     if not isinstance(listed, tuple) or len(listed) != rope.dim // 2:
         raise ConfigError(f"rope_scaling.{name}", listed, f"a list of {rope.dim // 2} numbers")

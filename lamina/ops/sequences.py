@@ -7,7 +7,7 @@ past      | does not exist | window and fold | start ...       log entries | are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
@@ -115,6 +115,8 @@ class Sequences:
     groups        for each compression ratio the groups touched.
     tails         for each ring length what goes into a ring: (rows [M] of the step, their sequences [M], ring rows [M]).
     windows       of each sequence, for each group of large windows, the pages of its blocks.
+    wanted        [W] rows whose final hidden vectors are read: the last of each sequence, in order, then any of them as padding;
+                  None: all. A model may leave the others zero.
     """
 
     positions: Tensor
@@ -129,6 +131,7 @@ class Sequences:
     groups: dict[int, Groups]
     tails: dict[int, tuple[Tensor, Tensor, Tensor]]
     windows: tuple[tuple[WindowPages, ...], ...] = ()
+    wanted: Tensor | None = None
     _derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
 
     def remember(self, key: object, make: Callable[[], _Derived]) -> _Derived:
@@ -142,6 +145,23 @@ class Sequences:
         if ratio in self.singles:
             return self.singles[ratio]
         return self.remember(("alike", ratio), lambda: make_singles(self.pieces, ratio, self.positions.device))
+
+    def of_wanted(self) -> "Sequences":
+        """The step as it is for the wanted rows alone, when all others are stored: a row of each sequence, each its last."""
+        assert self.wanted is not None
+        wanted = self.wanted
+
+        def make() -> Sequences:
+            pieces = tuple(
+                replace(piece, start=piece.stop - 1, first_row=number, write_from=piece.stop)
+                for number, piece in enumerate(self.pieces)
+            )
+            return replace(
+                self, positions=self.positions[wanted], num_rows=len(pieces), pieces=pieces, longer=(), singles={}, groups={},
+                tails={}, wanted=None, _derived={},
+            )  # fmt: skip
+
+        return self.remember("of wanted", make)
 
     @property
     def longest(self) -> int:

@@ -66,6 +66,11 @@ def step_arrays(
     num_rows = len(tokens)
     padding = [0] * (padded_rows(num_rows, multiple) - num_rows)
     pieces = tuple(found)
+    wanted = None
+    if len(pieces) < num_rows and all(part.num_logprobs is None for part in slices):
+        last = [piece.rows.stop - 1 for piece in pieces]
+        last += last[:1] * (padded_rows(len(last), multiple) - len(last))
+        wanted = torch.tensor(last, dtype=torch.int64, device=device)
     sequences = Sequences(
         positions=torch.tensor(positions + padding, dtype=torch.int64, device=device),
         num_rows=num_rows,
@@ -79,5 +84,6 @@ def step_arrays(
         groups={ratio: make_groups(pieces, ratio, device) for ratio in ratios},
         tails={ring: make_tails(pieces, ring, device) for ring in rings},
         windows=tuple(tuple(dict(blocks) for blocks in part.windows) for part in slices),
+        wanted=wanted,
     )
     return torch.tensor(tokens + padding, dtype=torch.int64, device=device), sequences

@@ -33,14 +33,17 @@ DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=11, ignore_eos=T
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
-def pick(every: Sequence[int], some: Sequence[int], most: Sequence[int] = range(1001)) -> list[pytest.ParameterSet]:
-    """Pairs of a setup and a number: most numbers for the first setup, some for the others, and the rest marked long."""
+def pick(
+    every: Sequence[int], some: Sequence[int], most: Sequence[int] = range(1001), few: Sequence[int] = ()
+) -> list[pytest.ParameterSet]:
+    """Pairs of a setup and a number: most for the first setup, some for the last, few for those between, the rest marked long."""
+    quick = dict(zip(SETUPS, (most, few, few, some), strict=True))
     return [
         pytest.param(
             setup,
             number,
             id=f"{'-'.join(setup)}-{number}",
-            marks=[] if number in (most if setup == SETUPS[0] else some) else [pytest.mark.long],
+            marks=[] if number in quick[setup] else [pytest.mark.long],
         )
         for setup in SETUPS
         for number in every
@@ -134,7 +137,9 @@ def bench_of(driving: ModuleType, random_models: ModuleType, checkpoint_of: Call
     return find
 
 
-@pytest.fixture(params=SETUPS, ids="-".join)
+@pytest.fixture(
+    params=[pytest.param(setup, marks=[pytest.mark.long] if setup in SETUPS[1:3] else []) for setup in SETUPS], ids="-".join
+)
 def bench(request: pytest.FixtureRequest, bench_of: Callable[[Setup], Bench]) -> Bench:
     return bench_of(request.param)
 
@@ -153,7 +158,7 @@ def test_decoding_gives_the_bits_of_prefilling(bench: Bench) -> None:
     bench.check_same(group)
 
 
-@pytest.mark.parametrize(("setup", "budget"), pick(BUDGETS, (129,), (1, 7, 128, 129)))
+@pytest.mark.parametrize(("setup", "budget"), pick(BUDGETS, (5,), (1, 7, 128, 129), (129,)))
 def test_chunked(bench_of: Callable[[Setup], Bench], setup: Setup, budget: int) -> None:
     bench = bench_of(setup)
     bench.reset(budget)
@@ -162,7 +167,7 @@ def test_chunked(bench_of: Callable[[Setup], Bench], setup: Setup, budget: int) 
     bench.check_same(group)
 
 
-@pytest.mark.parametrize(("setup", "depth"), pick(DEPTHS, (257,), (1, 4, 37, 128, 129, 255, 256, 257, 300)))
+@pytest.mark.parametrize(("setup", "depth"), pick(DEPTHS, (37, 257), (1, 4, 37, 128, 129, 255, 256, 257, 300), (257,)))
 def test_warm(bench_of: Callable[[Setup], Bench], setup: Setup, depth: int) -> None:
     """A prompt that begins with all of an earlier one: what was cached is not computed, and the rest has the same bits."""
     bench = bench_of(setup)

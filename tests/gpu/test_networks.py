@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina import LLM
+from lamina import LLM, SamplingParams
 from lamina.base.errors import ConfigError
 from tests.conftest import load_helper
 
@@ -103,13 +103,14 @@ def test_cuts_change_no_bit_where_all_is_strict(name: str, load: Load, serve: Se
 
 
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
-def test_warming_up(kernels: str, load: Load, serve: Serve, words: Words) -> None:
+def test_warming_up(kernels: str, load: Load, words: Words) -> None:
     """Nothing is compiled while requests are served."""
-    from lamina.ops.triton import watch
+    from lamina.models.implementations import watch_compilations
 
     llm = load("128 dims", device="cuda", warmup=True, max_step_tokens=256, kernels=kernels, max_requests=8)
-    with watch() as seen:
-        serve(llm, [words(length, length) for length in (1, 3, 17, 200, 256, 257, 600)], 5)
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    with watch_compilations() as seen:
+        llm.generate([words(length, length) for length in (1, 3, 17, 200, 256, 257, 600)], params)
     assert seen == []
 
 

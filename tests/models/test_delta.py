@@ -130,13 +130,30 @@ def test_half_a_head_is_rotated_by_the_original_alone(field: str, value: object)
         minimax.network(values | {field: value})
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", "minimax"])
+def test_bits_of_cuts_at_chunks(name: str, families: ModuleType, driving: ModuleType, tmp_path: Path) -> None:
+    """Steps that end at multiples of 64 tokens give the bits of one step, alone and beside others."""
+    bench = families.Bench(driving, tmp_path, families.recipes()[name])
+    ids = bench.ids(300, 9)
+    bench.reset()
+    (whole,) = bench.serve([ids])
+    known = bench.scores(whole)
+    for budget in (64, 128, 192):
+        bench.reset(budget)
+        (group,) = bench.serve([ids])
+        assert all(driving.same_bits(one, two) for one, two in zip(bench.scores(group), known, strict=True))
+    bench.reset()
+    groups = bench.serve([bench.ids(64, 10), ids, bench.ids(1, 11)])
+    assert all(driving.same_bits(one, two) for one, two in zip(bench.scores(groups[1]), known, strict=True))
+
+
 def random_recipe(families: ModuleType, seed: int) -> Any:
     """A model of one of the two kinds."""
     chance = random.Random(seed)
     heads, layers = chance.choice([(2, 1), (3, 3), (4, 2), (6, 2)]), chance.randint(2, 4)
     dim = chance.choice([8, 12, 16, 20])
     values: dict[str, object] = {
-        "vocab_size": chance.randint(100, 400), "hidden_size": heads[0] * chance.choice([8, 10, 12]),
+        "vocab_size": chance.randint(100, 400), "hidden_size": heads[0] * chance.choice([8, 12, 16]),
         "num_hidden_layers": layers, "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
         "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1, "num_experts_per_tok": chance.randint(1, 3),
         "layer_types": [chance.choice([FULL, LINEAR, LINEAR]) for _ in range(layers - 1)] + [LINEAR],
@@ -149,13 +166,13 @@ def random_recipe(families: ModuleType, seed: int) -> Any:
             "head_dim": dim, "linear_num_key_heads": groups, "linear_num_value_heads": groups * each, "rope_parameters": rope,
             "linear_key_head_dim": chance.choice([12, 16, 24]), "linear_value_head_dim": chance.choice([7, 12, 16]),
             "linear_conv_kernel_dim": chance.randint(1, 5), "num_experts": chance.choice([0, 3, 5]),
-            "moe_intermediate_size": chance.choice([8, 17]), "intermediate_size": 24, "attention_bias": chance.random() < 0.5,
+            "moe_intermediate_size": chance.choice([8, 20]), "intermediate_size": 24, "attention_bias": chance.random() < 0.5,
             "shared_expert_intermediate_size": chance.choice([8, 24]), "norm_topk_prob": chance.random() < 0.5,
             "decoder_sparse_step": chance.choice([1, 2]), "mlp_only_layers": chance.choice([[], [1]]),
         }  # fmt: skip
         return families.Recipe("Qwen3NextConfig", values, exact=False, scale=0.5, seed=seed, borders=(5, 64, 128))
     factors = {
-        f"{kind}_{letter}_factor": chance.choice([0.5, 1, 1.5, 3.5])
+        f"{kind}_{letter}_factor": chance.choice([0.5, 1, 1.5])
         for kind in ("full_attn", "linear_attn", "mlp")
         for letter in ("alpha", "beta")
     }

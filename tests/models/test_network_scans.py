@@ -99,8 +99,6 @@ def test_other_spellings() -> None:
         *((name, "hidden_act", "gelu") for name in SCANS[:3]),
         ("nemotron-h-8b", "mlp_hidden_act", "tanh"),
         ("nemotron-h-8b", "mamba_hidden_act", "gelu"),
-        ("nemotron-h-8b", "attention_bias", True),
-        ("nemotron-h-8b", "tie_word_embeddings", True),
         ("nemotron-h-8b", "time_step_limit", [0.0, 0.5]),
         ("nemotron-h-8b", "mamba_ssm_cache_dtype", "float16"),
         ("bamba-9b", "time_step_limit", [0.5, 0.1]),
@@ -271,7 +269,8 @@ def random_recipe(families: ModuleType, seed: int) -> Any:
             "mlp_hidden_act": draw.choice(["relu2", "silu"]), "time_step_min": draw.choice([0.001, 0.4]),
             "layer_norm_epsilon": draw.choice([1e-5, 1e-3]),
         }  # fmt: skip
-        for name in ("num_hidden_layers", "tie_word_embeddings", "rms_norm_eps"):
+        own |= {"attention_bias": flag(), "mamba_proj_bias": flag(), "n_shared_experts": draw.choice([1, 2])}
+        for name in ("num_hidden_layers", "rms_norm_eps"):
             del base[name]
     return families.Recipe(f"{kind}Config", base | own, exact=False, seed=seed, borders=(64, 128), budgets=(1, 7, 64))
 

@@ -321,8 +321,13 @@ PROJECTIONS = [
 @pytest.mark.parametrize("place", ["log", "ring", "single"])
 @pytest.mark.parametrize(
     ("given", "cache", "dtype"),
-    [(given, "fp32", FP32) for given in PROJECTIONS]
-    + [(PROJECTIONS[3], "bf16", FP32), (PROJECTIONS[0], "fp8", FP32), (PROJECTIONS[3], "bf16", BF16)],
+    [
+        *((given, "fp32", FP32) for given in PROJECTIONS[:3]),
+        (PROJECTIONS[0], "fp8", FP32),
+        (PROJECTIONS[3], "bf16", BF16),
+        *(pytest.param(given, "fp32", FP32, marks=pytest.mark.long) for given in PROJECTIONS[3:]),
+        pytest.param(PROJECTIONS[3], "bf16", FP32, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: str, rows: ModuleType) -> None:

@@ -73,7 +73,7 @@ def test_agents_come_within_two_points_of_the_offline_optimum(name: str) -> None
     assert found.evicted_blocks > 2 * layout.blocks_for(200_000)  # loops that had ended went
 
 
-@pytest.mark.parametrize("every", [40, 100])
+@pytest.mark.parametrize("every", [40, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_off_prompts_do_not_flush_a_shared_prefix(name: str, every: int) -> None:
     # A prefix of 8,000 tokens is used every so many requests; the pool has room for it and 12 of the one-off prompts between.

@@ -36,6 +36,7 @@ from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.step import LaunchedStep, Step
 from lamina.weights.headers import read_config
 from lamina.weights.loader import Checkpoint, StoredTensor
+from tests.conftest import load_helper
 from tests.ops.kernel_tests import HAS_GPU, INTERPRETED, only_compiling
 
 CPU = torch.device("cpu")
@@ -51,12 +52,14 @@ WAYS = [
 
 
 class Serving:
-    """The tiny model as on a GPU of this compute capability, with a scheduler that is one step ahead."""
+    """A small model as on a GPU of this compute capability, with a scheduler that is one step ahead."""
 
-    def __init__(self, directory: Path, capability: tuple[int, int], mode: Mode) -> None:
+    def __init__(
+        self, directory: Path, capability: tuple[int, int], mode: Mode, pages: int = PAGES, block_tokens: int | None = None
+    ) -> None:
         plan = blueprint(read_config(directory), "fp8", "fp4")
-        layout = make_layout(plan.memories, plan.hidden, None)
-        arena = DeviceArena(layout, PAGES, CPU)
+        layout = make_layout(plan.memories, plan.hidden, block_tokens)
+        arena = DeviceArena(layout, pages, CPU)
         arena._mover = move
         target = Target(CPU, Machine("cuda", capability, True), torch.bfloat16, "fp8" if capability >= (8, 9) else "bf16")
         with Checkpoint(directory, plan.names) as checkpoint:
@@ -64,7 +67,7 @@ class Serving:
         self.vocab_size = plan.vocab_size
         self.runner = DeviceRunner(model, arena, DeviceSampler(ROWS, plan.vocab_size, CPU), ROWS, BUDGET, LONGEST, CPU, mode)
         self.runner._keep_hidden, self.runner._token_logprobs = keep_hidden, token_logprobs
-        self.scheduler = Scheduler(Ledger(layout, PAGES), BUDGET, ROWS, plan.vocab_size, overlaps=True)
+        self.scheduler = Scheduler(Ledger(layout, pages), BUDGET, ROWS, plan.vocab_size, overlaps=True)
         self.requests: dict[int, Request] = {}
         self.flying: deque[tuple[Step, LaunchedStep]] = deque()
         self.copies = 0
@@ -157,3 +160,41 @@ def test_nothing_is_compiled_while_serving(capability: tuple[int, int], mode: Mo
         serving.run(preempts=True)
         assert seen == [], "preempted requests"
     assert sum(one.num_preemptions for one in serving.requests.values()) and serving.copies > 100
+
+
+COMMON = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "head_dim": 20}
+NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
+    "logs": ("Qwen3MoeConfig", COMMON | EXPERTS),
+    "windows": ("Qwen2Config", COMMON | {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="tests/gpu/test_networks.py says it of the GPU that is here")
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Transformers is not installed")
+@pytest.mark.parametrize("name", list(NETWORKS))
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], indirect=True, ids=str)
+def test_networks_too(capability: tuple[int, int], name: str, tmp_path: Path) -> None:
+    """Models without slots, and with rings."""
+    families = load_helper("models/families.py")
+    config, values = NETWORKS[name]
+    families.build(families.Recipe(config, values)).save_pretrained(tmp_path)
+    serving = Serving(tmp_path, capability, True, 3000, 16 if name == "logs" else None)
+    with watch() as seen:
+        serving.warm_up(True)
+        assert seen
+        seen.clear()
+        for length in (1, 2, 3, 17, 128, 511, 512, 513, 1000):
+            serving.add(random.Random(length).choices(range(3, 900), k=length))
+            serving.run()
+            assert seen == [], f"a prompt of {length} tokens"
+        for count in (2, 5, 13, 20):
+            for number in range(count):
+                prompt = random.Random(100 * count + number).choices(range(3, 900), k=1 + 53 * number % 700)
+                serving.add(prompt, WAYS[number % len(WAYS)])
+            serving.run()
+            assert seen == [], f"{count} requests"

@@ -8,8 +8,10 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from lamina import LLM, SamplingParams
 from lamina.base.errors import ConfigError, LaminaError, WeightError
@@ -20,9 +22,13 @@ from lamina.engine.locate import locate
 from lamina.engine.text import load_codec
 from lamina.models.chats import added_tokens, chat_format
 from lamina.models.files import find_checkpoint, list_stored, read_config, read_file
+from lamina.models.tensors import open_tensors
 from lamina.server.run import find_chat_format
 from lamina.weights import gguf_header
-from lamina.weights.gguf_header import read_gguf
+from lamina.weights.gguf import GgufFiles
+from lamina.weights.gguf_header import Converted, read_gguf
+from lamina.weights.loader import Checkpoint
+from lamina.weights.names import NameScheme
 from tests.conftest import load_helper
 
 gguf = pytest.importorskip("gguf")
@@ -207,6 +213,33 @@ def test_without_the_library(made: Callable[..., object], monkeypatch: pytest.Mo
     assert main(["doctor", str(quantised.gguf), "--cache-bytes", "8MiB"]) == 1
 
 
+def taken(path: Path) -> dict[str, Tensor]:
+    source = open_tensors(path, NameScheme())
+    return {stored.name: source.take(stored.name, stored.shape) for stored in list_stored(path)}
+
+
+def test_a_tensor_comes_in_pieces(made: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = taken(made("llama", "Q4_1").gguf)
+    monkeypatch.setattr("lamina.weights.gguf._PIECE_VALUES", 200)
+    pieces = taken(made("llama", "Q4_1").gguf)
+    assert len(whole) == 21 and all(torch.equal(value, pieces[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("dtype", sorted(gguf_header.QUANTISED))
+def test_every_quantised_type_is_read(tmp_path: Path, dtype: str) -> None:
+    """Random blocks; those whose scales come out as no finite number are refused, as in any checkpoint."""
+    kind, (block, size) = gguf.GGMLQuantizationType[dtype], gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
+    codes = np.random.default_rng(0).integers(0, 60, (3, 2 * size), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("a", codes, raw_dtype=kind)
+    files.finish(writer)
+    (one,) = read_gguf(tmp_path / "a.gguf").tensors
+    source = Checkpoint(tmp_path, NameScheme(), files=GgufFiles(tmp_path / "a.gguf", [Converted("a", one)]))
+    expected = torch.from_numpy(gguf.quants.dequantize(codes, kind))
+    assert one.shape == (3, 2 * block) and torch.isfinite(expected).all() and expected.any()
+    assert torch.equal(source.take("a", one.shape), expected)
+
+
 def test_the_table_of_types_is_the_librarys() -> None:
     sizes = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
     assert all(sizes[number] == row for number, row in gguf_header._TYPES.items())
@@ -323,9 +356,6 @@ def test_damaged_bytes_never_crash(made: Callable[..., object], tmp_path: Path) 
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(made: Callable[..., object], tmp_path: Path) -> None:
-    from lamina.models.tensors import open_tensors
-    from lamina.weights.names import NameScheme
-
     path = tmp_path / "a.gguf"
     path.write_bytes(made().gguf.read_bytes())
     source = open_tensors(path, NameScheme())

@@ -40,9 +40,10 @@ def test_tokenizer(file: Path) -> None:
     assert codec is not None and codec.vocab_size == 49152
     assert codec.encode("In 2024, 3.14") == [788, 216, 34, 32, 34, 36, 28, 216, 35, 30, 33, 36]  # each digit is a token
     assert codec.encode("<|im_start|>user") == [1, codec.token_id("user")]
+    assert codec.encode("a\x04b") == codec.encode("a") + codec.encode("b")  # its vocabulary has no token for this byte
     for _ in range(2000):
         text = "".join(
-            chr(rng.choice((rng.randint(1, 126), rng.randint(160, 0x4FF), 0x1F600))) for _ in range(rng.randint(0, 40))
+            chr(rng.choice((rng.randint(32, 126), rng.randint(160, 0x4FF), 0x1F600))) for _ in range(rng.randint(0, 40))
         )
         assert codec.decode(codec.encode(text), skip_special_tokens=False) == text
 

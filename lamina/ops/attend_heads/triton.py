@@ -88,7 +88,8 @@ def choose_tiles(
 def project_heads(
     x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype,
     turns: tuple[Tensor, Tensor] | None, is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None,
-    k_norm: tuple[Tensor | None, float] | None = None, v_norm_eps: float = 0.0, norms_after: bool = False, warmth: Tensor | None = None,
+    k_norm: tuple[Tensor | None, float] | None = None, v_norm_eps: float = 0.0, norms_after: bool = False,
+    warmth: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Queries [T, H, d] in `dtype`, and the step's rows as stored, one tensor [T, K * d] a field; of a log's store none.
 
