@@ -9,6 +9,7 @@ The state before the step is read from the store, the state after it is written 
 into steps, unless it is cut at multiples of CHUNK; never on company.
 """
 
-from lamina.ops.ssm.ref import CHUNK, scan_channels, scan_heads, softplus
+from lamina.ops.chunks import CHUNK
+from lamina.ops.ssm.ref import scan_channels, scan_heads, softplus
 
 __all__ = ["CHUNK", "scan_channels", "scan_heads", "softplus"]
