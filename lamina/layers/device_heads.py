@@ -1,6 +1,7 @@
 """The layers of `heads.py` and `sparse.py` on a GPU: weights as stored, the ops' kernels."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +50,24 @@ class DeviceContext:
     def times(self, x: Activation, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         """x @ weight.T; fp8 codes meet fp8 weights alone."""
         return linear(x if weight.is_fp8 else without_codes(x), weight, dtype, self.order)
+
+
+class DeviceLayer(Protocol):
+    """What a residual branch computes."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of the result, which whoever takes it adds."""
+        ...
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether its input is multiplied as fp8 where that is done."""
+        ...
+
+    def forward(self, x: Activation, context: DeviceContext) -> Tensor:
+        """x [T, D] -> [T, D]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +192,7 @@ class DeviceSparse:
 class DeviceSum:
     """Layers that read the same input."""
 
-    layers: tuple["DeviceLayer", ...]
+    layers: tuple[DeviceLayer, ...]
 
     @property
     def bias(self) -> Tensor | None:
@@ -196,6 +215,3 @@ class DeviceSum:
             total = found if total is None else total + found
         assert total is not None
         return total
-
-
-DeviceLayer = DeviceHeads | DeviceMlp | DeviceSparse | DeviceSum

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from lamina.base.errors import ConfigError
 from lamina.models.deepseek_v4_config import parse_config
 from lamina.models.deepseek_v4_memory import INDEXED
+from lamina.models.families import NETWORKS
+from lamina.models.network import Network, parts_of
 from lamina.models.tiny import tiny_config
-from lamina.ops.catalog import Dims, Row, catalog, refusals
+from lamina.ops.catalog import DEFINITION, Dims, Row, catalog, refusals
 from lamina.ops.machine import Machine, this_machine
 
 __all__ = [
@@ -51,9 +53,29 @@ def shipped_values() -> dict[str, object]:
 
 def implementations(values: Mapping[str, object], machine: Machine, choice: Choice) -> tuple[Row, ...]:
     """All of them for a config.json. Raises ConfigError for a config that cannot be read or is of another family."""
-    if values.get("model_type") != "deepseek_v4":
-        raise ConfigError("model_type", values.get("model_type"), "deepseek_v4, the one that runs")
-    return catalog(machine, dims_of(values, machine, choice), choice.kernels)
+    kind = values.get("model_type")
+    if kind == "deepseek_v4":
+        return catalog(machine, dims_of(values, machine, choice), choice.kernels)
+    if not isinstance(kind, str) or kind not in NETWORKS:
+        raise ConfigError("model_type", kind, f"one of {', '.join(sorted(('deepseek_v4', *NETWORKS)))}")
+    return tuple(_rows(NETWORKS[kind](values), machine))
+
+
+def _rows(network: Network, machine: Machine) -> Iterator[Row]:
+    """Of a family that is given as a network: a row or two for each kind of part."""
+    refused: Mapping[str, str | None] = {}
+    if machine.has_triton and machine.device != "cpu":
+        from lamina.models.network_device import refusals_of  # needs Triton
+
+        refused = refusals_of(network, machine)
+    for kind in dict.fromkeys(type(part).__name__ for part in parts_of(network)):
+        why = refused.get(kind)
+        if machine.device == "cpu":
+            why = "runs on NVIDIA GPUs, not on cpu"
+        elif not machine.has_triton:
+            why = "Triton is not installed"
+        yield Row(kind, "triton", why)
+        yield Row(kind, DEFINITION, None if machine.device == "cpu" else "the definition, for CPUs and for tests")
 
 
 def dims_of(values: Mapping[str, object], machine: Machine, choice: Choice) -> Dims:

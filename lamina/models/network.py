@@ -6,6 +6,7 @@ layers remember, the family's `describe` says.
     ids -> embedding -> [ x + part(norm(x)) for each part of each layer ] -> norm -> head
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -185,3 +186,16 @@ class Network:
     opening: Part | None = None
     closing: Part | None = None
     names: NameScheme = field(default_factory=NameScheme)
+
+
+def parts_of(network: Network) -> Iterator[object]:
+    """All parts of a network, those that stand side by side one after another."""
+    ends = [part for part in (network.opening, network.closing) if part is not None]
+    waiting = [*ends, *(each.part if isinstance(each, Branch) else each for layer in network.layers for each in layer)]
+    waiting.reverse()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Parallel):
+            waiting += reversed(part.parts)
+        else:
+            yield part

@@ -80,7 +80,7 @@ def step_arrays(
         slots=torch.tensor([part.slot for part in slices], dtype=torch.int64, device=device),
         slot_pages=tuple(part.slot for part in slices),
         longer=make_tiles(pieces),
-        singles={ratio: make_singles(pieces, ratio, device) for ratio in (0, *ratios)},
+        singles={ratio: make_singles(pieces, ratio, device) for ratio in ((0, *ratios) if ratios else ())},
         groups={ratio: make_groups(pieces, ratio, device) for ratio in ratios},
         tails={ring: make_tails(pieces, ring, device) for ring in rings},
         windows=tuple(tuple(dict(blocks) for blocks in part.windows) for part in slices),

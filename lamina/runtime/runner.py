@@ -138,7 +138,8 @@ class Runner:
         if batch.mask_rows is not None and batch.mask_words is not None:
             allowed = allowed_tokens(batch.mask_words, logits.shape[1])
             is_bad[batch.mask_rows] |= ~logits[batch.mask_rows].masked_fill(~allowed, -torch.inf).amax(dim=-1).isfinite()
-        logits[is_bad] = 0  # such a row fails alone
+        if bool(is_bad.any()):
+            logits[is_bad] = 0  # such a row fails alone
         tokens = sample(logits, batch).tolist()
         logprobs = self._logprobs(step.samples, logits, tokens)
         return tuple(None if bad else token for bad, token in zip(is_bad.tolist(), tokens, strict=True)), logprobs

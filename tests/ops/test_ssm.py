@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.ops import chunks
 from lamina.ops.ssm import CHUNK, scan_channels, scan_heads, softplus
-from lamina.ops.ssm import ref as ssm_ref
 from lamina.ops.store import StateCodec, Store
 
 
@@ -182,7 +182,7 @@ def test_bits_of_cuts_at_chunks(
             assert rows.same_bits(world.step(alone, lengths[1:2], [1])[0], whole[1][slice(*lengths[1])])
         for number in range(3):
             assert rows.same_bits(world.state(store, number), world.state(whole_store, number))
-    monkeypatch.setattr(ssm_ref, "_MOST_NUMBERS", 1)  # one chunk at a time
+    monkeypatch.setattr(chunks, "_MOST_NUMBERS", 1)  # one chunk at a time
     assert all(rows.same_bits(one, two) for one, two in zip(world.step(world.store([0, 0, 0]), case.lengths), whole, strict=True))
 
 

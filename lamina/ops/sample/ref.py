@@ -20,6 +20,8 @@ def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
         _refuse_bad_rows(logits, allow_empty=True)
     _refuse_bad_rows(edited)
     tokens = edited.argmax(dim=-1)  # the first of equal maxima                        # [S]
+    if not bool((batch.temperature > 0.0).any()):
+        return tokens
     columns = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniforms)
     for row, (temperature, top_k, top_p, min_p, uniform) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if temperature > 0.0:
