@@ -311,7 +311,12 @@ def main() -> None:
     if args.json:
         with args.json.open("a") as file:
             for figure in figures:
-                facts = {"threads": args.threads, "clock": args.clock, "cpu": platform.processor(), "python": platform.python_version()}
+                facts = {
+                    "threads": args.threads,
+                    "clock": args.clock,
+                    "cpu": platform.processor(),
+                    "python": platform.python_version(),
+                }
                 file.write(json.dumps(asdict(figure) | facts) + "\n")
 
 

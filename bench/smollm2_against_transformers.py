@@ -58,13 +58,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One engine at one number of threads: tokens/s by the clock, and per second of CPU time."""
+    """One engine at one number of threads: tokens/s by the clock, and per second of CPU time where requests do not overlap."""
 
     engine: str
     threads: int
     phase: str
     rate: float
-    cpu_rate: float
+    cpu_rate: float | None
 
 
 def prompt_ids(llm: LLM, path: Path) -> list[tuple[str, list[int]]]:
@@ -177,9 +177,10 @@ def measure(
             if phase == "prefill" and batch > 1:
                 continue
             rate = statistics.median(count / one[index] for one in each)
-            cpu_rate = statistics.median(count / (one[index] * one[2]) for one in each)
+            cpu_rate = statistics.median(count / (one[index] * one[2]) for one in each) if batch == 1 else None
             found.append(Speed(name, threads, f"{phase} {batch}", rate, cpu_rate))
-            print(f"{threads} threads  {phase:7s} x{batch}  {name:14s} {rate:8.1f} tokens/s   ({cpu_rate:.1f})", flush=True)
+            cpu = "" if cpu_rate is None else f"({cpu_rate:.1f})"
+            print(f"{threads} threads  {phase:7s} x{batch}  {name:14s} {rate:8.1f} tokens/s   {cpu}", flush=True)
     return found
 
 

@@ -147,7 +147,9 @@ class GroupedAttention:
             cos, sin = context.angles[self.angle]
             width = cos.shape[-1]
             if width % _VECTORS == 0 and both.stride(0) % 2 == 0 and both.shape[-1] % 2 == 0 and both.storage_offset() % 2 == 0:
-                turns = context.sequences.remember(("turns", self.angle), lambda: torch.complex(cos[:, ::2], sin[:, 1::2])[:, None])
+                turns = context.sequences.remember(
+                    ("turns", self.angle), lambda: torch.complex(cos[:, ::2], sin[:, 1::2])[:, None]
+                )
                 pairs = torch.view_as_complex(both[..., -width:].unflatten(-1, (-1, 2)))
                 for rows in _pieces(pairs.shape[0], both.shape[1] * width):
                     pairs[rows].mul_(turns[rows])

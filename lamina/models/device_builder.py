@@ -177,7 +177,7 @@ def build_mlp(builder: DeviceBuilder, part: object) -> DeviceMlp:
         w_in=builder.joined([f"{name}.weight" for name in names], rows),
         b_in=builder.biases([f"{name}.bias" for name in names], rows) if part.bias else None,
         w_out=builder.weight(f"{part.prefix}.{down}.weight", builder.width, part.width),
-        bias=builder.take(f"{part.prefix}.{down}.bias", builder.width) if part.bias else None,
+        bias=builder.take(f"{part.prefix}.{down}.bias", builder.width) * part.multipliers[1] if part.bias else None,
         activation=part.activation, has_gate=gate is not None or part.is_fused, multipliers=part.multipliers,
     )  # fmt: skip
 

@@ -41,6 +41,8 @@ def network_3(values: Mapping[str, object]) -> Network:
     decoder = _decoder_3(values)
     fields = decoder.fields
     fields.must_be("attn_logit_softcapping", None)
+    if decoder.is_nested:  # Transformers caps the logits of a model for text alone
+        fields.must_be("final_logit_softcapping", None)
     ropes = {kind: rope_of(fields, decoder, kind) for kind in (FULL, WINDOW)}
     softcap = softcap_of(fields, "final_logit_softcapping", None)
     return _network(values, decoder, _period_3(decoder), ropes, 0.0, softcap, qk_norm=True)

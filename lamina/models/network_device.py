@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lamina.layers.device_heads import DeviceContext, DeviceLayer
 from lamina.layers.entries import StoreKey
+from lamina.models.device_build_scan import build_channel_scan, build_head_scan, build_scaled, refuses_scan
 from lamina.models.device_builder import (
     DeviceBuilder,
     build_attention,
@@ -21,7 +22,8 @@ from lamina.models.device_builder import (
     refuses_experts,
     refuses_mlp,
 )
-from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Parallel
+from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Parallel, parts_of
+from lamina.models.parts_scan import ChannelScan, HeadScan, Scaled
 from lamina.models.rope import rope_frequencies
 from lamina.ops.attend_heads import softcapped
 from lamina.ops.gemm.stored import Activation, StoredWeight
@@ -38,9 +40,12 @@ from lamina.weights.loader import TensorSource
 #: how each kind of part is built
 DEVICE_BUILDERS: Mapping[type, Callable[[DeviceBuilder, object], DeviceLayer]] = {
     Attention: build_attention,
+    ChannelScan: build_channel_scan,
     Experts: build_experts,
+    HeadScan: build_head_scan,
     Mlp: build_mlp,
     Parallel: build_parallel,
+    Scaled: build_scaled,
 }
 
 
@@ -158,23 +163,31 @@ def _rows_of(table: StoredWeight) -> Tensor:
 
 def refuses_network(network: Network, machine: Machine) -> str | None:
     """Why a network is not served on a machine, in one line, or None."""
-    found: list[str | None] = [residual_refuses(machine, network.hidden_size)]
-    for part in (network.opening, network.closing):
-        if part is not None:
-            found.append(f"{type(part).__name__} layers have no GPU kernels yet")
-    for branches in network.layers:
-        for branch in branches:
-            found += _refusals(branch.part, machine)
-    return "; ".join(dict.fromkeys(why for why in found if why)) or None
+    return "; ".join(dict.fromkeys(why for why in refusals_of(network, machine).values() if why)) or None
 
 
-def _refusals(part: object, machine: Machine) -> list[str | None]:
-    if isinstance(part, Parallel):
-        return [why for each in part.parts for why in _refusals(each, machine)]
+def refusals_of(network: Network, machine: Machine) -> dict[str, str | None]:
+    """For each kind of part that a network has, why its kernels do not serve all of its layers, in one line, or None."""
+    found: dict[str, dict[str, None]] = {"Residual": {}}
+    whole = residual_refuses(machine, network.hidden_size)
+    if whole:
+        found["Residual"][whole] = None
+    for part in parts_of(network):
+        why, whys = _refusal(part, machine), found.setdefault(type(part).__name__, {})
+        if why:
+            whys[why] = None
+    return {name: "; ".join(whys) or None for name, whys in found.items()}
+
+
+def _refusal(part: object, machine: Machine) -> str | None:
     if isinstance(part, Attention):
-        return [refuses_attention(part, machine)]
+        return refuses_attention(part, machine)
     if isinstance(part, Mlp):
-        return [refuses_mlp(part, machine)]
+        return refuses_mlp(part, machine)
     if isinstance(part, Experts):
-        return [refuses_experts(part, machine)]
-    return [f"{type(part).__name__} layers have no GPU kernels yet"]
+        return refuses_experts(part, machine)
+    if isinstance(part, Scaled):
+        return _refusal(part.part, machine)
+    if isinstance(part, ChannelScan | HeadScan):
+        return refuses_scan(part, machine)
+    return f"{type(part).__name__} layers have no GPU kernels yet"

@@ -64,9 +64,9 @@ def _check_scaling(scaling: ConfigFields, kind: str, pairs: int, max_positions: 
         scaling.number("factor", low=_LEAST)
     if kind == "llama3":
         scaling.number(original, low=1)
-        low = scaling.number("low_freq_factor", low=_LEAST)
-        if scaling.number("high_freq_factor") <= low:
-            raise ConfigError(f"{scaling.prefix}high_freq_factor", scaling.get("high_freq_factor"), f"above low_freq_factor ({low})")
+        low, high = scaling.number("low_freq_factor", low=_LEAST), scaling.number("high_freq_factor")
+        if high <= low:
+            raise ConfigError(f"{scaling.prefix}high_freq_factor", high, f"above low_freq_factor ({low})")
     if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
         scaling.number("attention_factor")
     if kind == "yarn":

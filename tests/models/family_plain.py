@@ -27,6 +27,13 @@ RECIPES = {
         "LlamaConfig", BASE | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "num_hidden_layers": 2},
         seed=2, is_long=True, llm=SMALL,
     ),
+    "llama-longrope": Recipe(
+        "LlamaConfig",
+        BASE | {"head_dim": 8, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4096,
+            "short_factor": [1.0, 1.5, 2.5, 3.0], "long_factor": [2.0, 4.0, 5.0, 6.0],
+        }}, seed=10, is_long=True, llm=SMALL,
+    ),
     "qwen2": Recipe("Qwen2Config", BASE, seed=3, llm=SMALL),
     "qwen2-window": Recipe("Qwen2Config", BASE | WINDOWED, seed=4, is_long=True, borders=(20, 64, 84)),
     "qwen3": Recipe("Qwen3Config", BASE | {"head_dim": 20, "tie_word_embeddings": True}, seed=5, llm=SMALL),

@@ -66,7 +66,8 @@ RECIPES = {
         }, borders=(400,), seed=3, scale=0.5, budgets=(7, 129, 300),
     ),
     "gemma3-images": Recipe(
-        "Gemma3Config", {"text_config": GEMMA3 | {"num_hidden_layers": 6}, "vision_config": VISION, "mm_tokens_per_image": 1},
+        "Gemma3Config", {"text_config": GEMMA3 | {"num_hidden_layers": 6, "tie_word_embeddings": False}, "vision_config": VISION,
+                         "mm_tokens_per_image": 1},
         model="Gemma3ForConditionalGeneration", borders=(20, 64), seed=4, is_long=True,
     ),
     "gpt-oss": Recipe("GptOssConfig", GPT_OSS | {"rope_parameters": YARN}, borders=(20, 64, 84), seed=5),

@@ -49,11 +49,34 @@ LONGER = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 WINDOWED = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
+SCANS = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32, "num_hidden_layers": 2}
+FACTORS = {
+    "mamba_d_ssm": 24, "mamba_n_groups": 2, "num_hidden_layers": 1, "lm_head_multiplier": 0.4, "embedding_multiplier": 2.5,
+    "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6, "attention_out_multiplier": 0.8, "attention_in_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7],
+}  # fmt: skip
+NORMED = {
+    "mamba_rms_norm": True, "projectors_bias": True, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True,
+    "head_dim": 12, "mamba_norm_before_gate": True,
+}  # fmt: skip
+CHANNELS = {
+    "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2, "num_experts": 1,
+    "mamba_proj_bias": True, "mamba_dt_rank": 5,
+}  # fmt: skip
+PARTS = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"} | {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention"], "head_dim": 10, "ssm_state_size": 16,
+    "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "chunk_size": 32,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "biases": ("LlamaConfig", COMMON | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LONGER}),
     "experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": [], "head_dim": 12}),
     "window": ("Qwen2Config", COMMON | WINDOWED),
     "caps": ("Gemma2Config", COMMON | {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 12, "num_hidden_layers": 2}),
+    "scans": ("BambaConfig", COMMON | SCANS | {"attn_layer_indices": [1], "time_step_limit": (0.2, 0.9)}),
+    "scans beside attention": ("FalconH1Config", COMMON | SCANS | FACTORS),
+    "normed scans": ("FalconH1Config", COMMON | SCANS | FACTORS | NORMED | {"mamba_d_ssm": 48}),
+    "scans, parts alone": ("NemotronHConfig", PARTS),
+    "scanned channels": ("JambaConfig", COMMON | CHANNELS),
 }  # fmt: skip
 
 
@@ -92,7 +115,11 @@ class EveryRow:
     [
         ("biases", "fp32"),
         ("window", "fp32"),
+        ("scans", "fp32"),
+        ("scans beside attention", "fp32"),
+        ("scanned channels", "fp32"),
         *(pytest.param(*one, marks=pytest.mark.long) for one in (("experts", "fp32"), ("caps", "fp32"), ("window", "bf16"))),
+        *(pytest.param(name, "fp32", marks=pytest.mark.long) for name in ("normed scans", "scans, parts alone")),
     ],
 )
 def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], Path]) -> None:
@@ -100,7 +127,7 @@ def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], P
     lengths, cuts = ((300, 77, 20), (64, 130)) if HAS_GPU else ((9, 2), (7,))
     directory = directory_of(name)
     plan = blueprint(read_config(directory), cache, "fp32")
-    layout = make_layout(plan.memories, plan.hidden, 8, min_page_bytes=4096)
+    layout = make_layout(plan.memories, plan.hidden, 64 if "scan" in name else 8, min_page_bytes=4096)
     blocks = -(-max(lengths) // layout.block_tokens) + 1
     sides = tuple(steps_of.Side(plan, layout, directory, "fp32", len(lengths), blocks, there) for there in (False, True))
     sides[0].model = EveryRow(sides[0].model)
@@ -110,9 +137,9 @@ def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], P
 class Serving:
     """A scheduler and a runner of the CPU or of a GPU, over an arena full of NaN."""
 
-    def __init__(self, directory: Path, is_there: bool, most_tokens: int) -> None:
+    def __init__(self, directory: Path, is_there: bool, most_tokens: int, block_tokens: int) -> None:
         plan = blueprint(read_config(directory), "fp32", "fp32")
-        layout = make_layout(plan.memories, plan.hidden, 4, min_page_bytes=4096)
+        layout = make_layout(plan.memories, plan.hidden, block_tokens, min_page_bytes=4096)
         device = DEVICE if is_there else torch.device("cpu")
         arena = DeviceArena(layout, 60, device)
         arena.bytes.fill_(255)
@@ -149,13 +176,13 @@ class Serving:
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", ["biases", "window"])
+@pytest.mark.parametrize("name", ["biases", "window", "scans", pytest.param("scanned channels", marks=pytest.mark.long)])
 def test_whole_answers(name: str, directory_of: Callable[[str], Path]) -> None:
     """Greedy tokens of the GPU's runner, one step ahead, are the CPU's: without slots, and with windows; cold and after hits."""
     draw = torch.Generator().manual_seed(1)
     longest, count = (90, 8) if HAS_GPU else (13, 3)
     prompts = [torch.randint(3, 67, (length,), generator=draw).tolist() for length in (longest, 1)]
-    cpu, there = (Serving(directory_of(name), is_there, 10) for is_there in (False, True))
+    cpu, there = (Serving(directory_of(name), is_there, 10, 64 if "scan" in name else 4) for is_there in (False, True))
     truth = cpu.answers(prompts, count)
     assert there.answers(prompts, count) == truth
     assert there.answers(prompts[:1], 1) == [truth[0][:1]]

@@ -145,7 +145,8 @@ def test_machine_code(capability: int, stored: str) -> None:
     types |= dict.fromkeys(("x_stride", "ring_page", "slot_stride", "slot_column"), "i32")
     shape = {"C": 10240, "RING": 4, "BLOCK": 512}
     single = shape | {"WIDTH": 4, "ACTIVATES": True, "IS_SINGLE": True, "STORED_BF16": stored == "bf16"}
-    for kernel, constants in ((kernels.convolve, single), (kernels.convolve, single | {"IS_SINGLE": False}), (kernels.keep, shape)):
+    several = single | {"IS_SINGLE": False}
+    for kernel, constants in ((kernels.convolve, single), (kernels.convolve, several), (kernels.keep, shape)):
         code = machine_code(kernel, types, constants, capability, aligned=("x_stride", "ring_page"))
         assert code.spills == 0 and code.stack_bytes == 0
 

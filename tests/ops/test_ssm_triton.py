@@ -64,9 +64,9 @@ class Case:
 
 CASES = [
     Case(), Case(groups=0, width=1), Case(SINGLES), Case(SINGLES, groups=0, width=1, heads=7), Case(LONG),
-    Case(LONG, groups=0, width=1), Case(SINGLES, 2, 20, 128, 1), Case(SINGLES, 3, 5, 7, 3), Case(heads=1, width=1, size=1, groups=1),
-    Case(SINGLES, 300, 1, 16, 0), Case(decay=300.0), Case(decay=0.0, limits=(0.2, 0.9)), Case(shift=-14.0), Case(shift=30.0),
-    Case(SINGLES, cache="bf16"), Case(((0, 0), (9, 9))),
+    Case(LONG, groups=0, width=1), Case(SINGLES, 2, 20, 128, 1), Case(SINGLES, 3, 5, 7, 3), Case(SINGLES, 300, 1, 16, 0),
+    Case(heads=1, width=1, size=1, groups=1), Case(decay=300.0), Case(decay=0.0, limits=(0.2, 0.9)), Case(shift=-14.0),
+    Case(shift=30.0), Case(SINGLES, cache="bf16"), Case(((0, 0), (9, 9))),
 ]  # fmt: skip
 
 

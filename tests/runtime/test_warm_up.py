@@ -167,8 +167,15 @@ COMMON = {
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "head_dim": 20}
+SCANS = {
+    "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_rms_norm": True,
+    "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.2, "attention_out_multiplier": 0.8,
+}  # fmt: skip
+CHANNELS = {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
 NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
     "logs": ("Qwen3MoeConfig", COMMON | EXPERTS),
+    "scans": ("FalconH1Config", COMMON | SCANS),
+    "scanned channels": ("JambaConfig", COMMON | CHANNELS),
     "windows": ("Qwen2Config", COMMON | {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}),
 }  # fmt: skip
 
@@ -179,7 +186,7 @@ NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
 @pytest.mark.parametrize("name", list(NETWORKS))
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)], indirect=True, ids=str)
 def test_networks_too(capability: tuple[int, int], name: str, tmp_path: Path) -> None:
-    """Models without slots, and with rings."""
+    """Models without slots, with rings, and with states."""
     families = load_helper("models/families.py")
     config, values = NETWORKS[name]
     families.build(families.Recipe(config, values)).save_pretrained(tmp_path)

@@ -152,7 +152,9 @@ def store_rows(own: tuple[Tensor, ...], past: Past, sequences: Sequences) -> Non
 
 def keep_rows(own: tuple[Tensor, ...], store: Store, sequences: Sequences) -> None:
     """The same for rows that are no keys and values."""
-    rows, are_first, pages, where = sequences.remember(("places", store.place, store.rows_per_page), lambda: _places(store, sequences))
+    rows, are_first, pages, where = sequences.remember(
+        ("places", store.place, store.rows_per_page), lambda: _places(store, sequences)
+    )
     num = rows.shape[0]
     if num:
         store.write(pages, where, tuple(part[:num] if are_first else part.index_select(0, rows) for part in own))
@@ -217,7 +219,9 @@ def _plan(case: HeadsCase, sequences: Sequences) -> _Plan:
         for tile, look in zip(tiles, ranges, strict=True):
             position = piece.start + tile.row - piece.first_row
             rows = slice(tile.row, tile.row + tile.count)
-            parts.append(_TilePlan(rows, look.base - base, look.columns, _hidden(position, tile.count, look, case, piece, device)))
+            parts.append(
+                _TilePlan(rows, look.base - base, look.columns, _hidden(position, tile.count, look, case, piece, device))
+            )
         low = _low(piece.start, case, piece)
         longer.append(_LongerPlan(piece, tiles[0].sequence, base, stop - base, low, tuple(parts)))
     alike: dict[int, list[tuple[int, _Range]]] = {}
@@ -388,7 +392,9 @@ def _single_index(store: Store, sequences: Sequences, single: _SinglePlan) -> tu
         table_rows = torch.tensor([piece.table_row for piece in single.pieces], device=device)
         return sequences.tables[table_rows[:, None], block].flatten(), (column - block * size).flatten()
     first = [min(sequences.windows[owner][place.group], default=0) for owner in single.owners]
-    width = max(max(sequences.windows[owner][place.group], default=0) - low for owner, low in zip(single.owners, first, strict=True))
+    width = max(
+        max(sequences.windows[owner][place.group], default=0) - low for owner, low in zip(single.owners, first, strict=True)
+    )
     table = [
         [sequences.windows[owner][place.group].get(low + i, (0,) * (place.column + 1))[place.column] for i in range(width + 1)]
         for owner, low in zip(single.owners, first, strict=True)

@@ -4,6 +4,8 @@
     scan         the rows of a request, one after another, over a block of channels whose state stays in registers
     gate_rows    y * silu(gate), and a norm of each group of channels
     norm_rows    norms of parts of a row
+
+Whether a row is its step's only one changes nothing of how it is computed.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]

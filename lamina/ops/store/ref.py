@@ -352,7 +352,9 @@ def _lines(views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int] | None:
     """
     apart = set()
     for view in views:
-        whole = view.dim() == 3 and view.stride(2) == 1 and view.stride(1) == view.shape[2] and view.stride(0) % view.shape[2] == 0
+        whole = (
+            view.dim() == 3 and view.stride(2) == 1 and view.stride(1) == view.shape[2] and view.stride(0) % view.shape[2] == 0
+        )
         apart.add(view.stride(0) // view.shape[2] if whole and view.device.type == "cpu" else 0)
     if len(apart) != 1 or 0 in apart:
         return None
