@@ -10,8 +10,8 @@ from lamina.models.network import Rope
 from lamina.weights.names import NameScheme, Rename
 
 _FP8_BLOCK = 128
-#: a factor of positions is at least this
-_LEAST = 1e-6
+#: a factor of positions lies between these
+_LEAST, _MOST = 1e-6, 1e12
 #: what is in checkpoints and not used
 _UNUSED = "unused."
 #: the text model inside one for images and sound, as older and newer releases write it, and what is not the text model's
@@ -61,32 +61,39 @@ def _check_scaling(scaling: ConfigFields, kind: str, pairs: int, max_positions: 
     """Refuses numbers that `rope.py` cannot calculate with, and what depends on how long a request becomes."""
     original = "original_max_position_embeddings"
     if kind in ("linear", "llama3", "yarn"):
-        scaling.number("factor", low=_LEAST)
+        _bounded(scaling, "factor")
     if kind == "llama3":
-        scaling.number(original, low=1)
-        low, high = scaling.number("low_freq_factor", low=_LEAST), scaling.number("high_freq_factor")
+        _bounded(scaling, original, low=1)
+        low, high = _bounded(scaling, "low_freq_factor"), _bounded(scaling, "high_freq_factor")
         if high <= low:
             raise ConfigError(f"{scaling.prefix}high_freq_factor", high, f"above low_freq_factor ({low})")
     if kind in ("yarn", "longrope") and scaling.get("attention_factor") is not None:
-        scaling.number("attention_factor")
+        _bounded(scaling, "attention_factor", low=0.0)
     if kind == "yarn":
-        scaling.number(original, default=float(max_positions), low=1)
+        _bounded(scaling, original, default=float(max_positions), low=1)
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-            scaling.number(name, default=1.0)
+            _bounded(scaling, name, default=1.0, low=0.0)
         if not isinstance(scaling.get("truncate"), bool | None):
             raise ConfigError(f"{scaling.prefix}truncate", scaling.get("truncate"), "true or false")
     if kind == "longrope":
-        found = scaling.number(original, default=float(max_positions), low=2)
+        found = _bounded(scaling, original, default=float(max_positions), low=2)
         if scaling.get("factor") is not None:
-            scaling.number("factor", low=_LEAST)
+            _bounded(scaling, "factor")
         for name in ("short_factor", "long_factor"):
             listed = scaling.items(name) or []
-            numbers = [each for each in listed if isinstance(each, int | float) and not isinstance(each, bool) and each > 0]
+            numbers = [each for each in listed if isinstance(each, int | float) and not isinstance(each, bool) and _LEAST <= each <= _MOST]
             if len(numbers) != pairs or len(listed) != pairs:
                 raise ConfigError(f"{scaling.prefix}{name}", listed, f"a list of {pairs} numbers above 0")
         if max_positions > found and scaling.get("short_factor") != scaling.get("long_factor"):
             allowed = f"max_position_embeddings ({max_positions}): a request that grows longer would turn the keys it remembers"
             raise ConfigError(f"{scaling.prefix}{original}", found, allowed)
+
+
+def _bounded(scaling: ConfigFields, name: str, default: float | None = None, low: float = _LEAST) -> float:
+    found = scaling.number(name, default=default, low=low)
+    if found > _MOST:
+        raise ConfigError(scaling.prefix + name, found, f"a number from {low} to {_MOST}")
+    return found
 
 
 def _frozen(value: object) -> object:

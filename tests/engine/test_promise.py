@@ -35,7 +35,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 def pick(
     every: Sequence[int], some: Sequence[int], most: Sequence[int] = range(1001), few: Sequence[int] = ()
-) -> list[pytest.ParameterSet]:
+) -> "list[pytest.ParameterSet]":
     """Pairs of a setup and a number: most for the first setup, some for the last, few for those between, the rest marked long."""
     quick = dict(zip(SETUPS, (most, few, few, some), strict=True))
     return [

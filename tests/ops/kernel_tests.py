@@ -43,7 +43,7 @@ starts_interpreter = pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kern
 FAR = 1 << 30
 
 
-def long_but(quick: set[int], values: Iterable[object]) -> list[pytest.ParameterSet]:
+def long_but(quick: set[int], values: Iterable[object]) -> "list[pytest.ParameterSet]":
     """Parameters of which only those at the places `quick` run in `make test`; a tuple is several arguments."""
     made = []
     for place, value in enumerate(values):

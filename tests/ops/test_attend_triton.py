@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
         yield replace(real, pick=64, cache="fp32", dtype=FP32, is_fp8=False)
 
 
-def in_turn(values: Iterable[object]) -> list[pytest.ParameterSet]:
+def in_turn(values: Iterable[object]) -> "list[pytest.ParameterSet]":
     """(value, order) for both orders; `make test` runs each value with one of them."""
     both = [(value, order) for value in values for order in ("decode", "prefill")]
     return long_but({2 * place + place % 2 for place in range(len(both))}, both)

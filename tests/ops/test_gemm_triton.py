@@ -127,7 +127,7 @@ def _memory_is_poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     torch.use_deterministic_algorithms(False)
 
 
-def _long(*values: object) -> pytest.ParameterSet:
+def _long(*values: object) -> "pytest.ParameterSet":
     """Another size or kind of what is tried without it too."""
     return pytest.param(*values, marks=pytest.mark.long)
 
