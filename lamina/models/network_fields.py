@@ -81,7 +81,8 @@ def _check_scaling(scaling: ConfigFields, kind: str, pairs: int, max_positions: 
             _bounded(scaling, "factor")
         for name in ("short_factor", "long_factor"):
             listed = scaling.items(name) or []
-            numbers = [each for each in listed if isinstance(each, int | float) and not isinstance(each, bool) and _LEAST <= each <= _MOST]
+            told = [each for each in listed if isinstance(each, int | float) and not isinstance(each, bool)]
+            numbers = [each for each in told if _LEAST <= each <= _MOST]
             if len(numbers) != pairs or len(listed) != pairs:
                 raise ConfigError(f"{scaling.prefix}{name}", listed, f"a list of {pairs} numbers above 0")
         if max_positions > found and scaling.get("short_factor") != scaling.get("long_factor"):

@@ -26,6 +26,14 @@ LONGER = {
     "original_max_position_embeddings": 64, "rope_theta": 10000.0,
 }  # fmt: skip
 EXPERTS = {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+SCANS = {"mamba_n_heads": 8, "mamba_d_state": 64}
+FACTORS = {
+    "mamba_d_ssm": 384, "mamba_n_groups": 2, "mamba_rms_norm": True, "lm_head_multiplier": 0.4, "embedding_multiplier": 2.5,
+    "mlp_multipliers": [0.7, 1.4], "key_multiplier": 0.6, "attention_out_multiplier": 0.8, "attention_in_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "mlp_bias": True,
+    "projectors_bias": True, "mamba_proj_bias": True, "head_dim": 64,
+}  # fmt: skip
+CHANNELS = {"mamba_d_state": 16, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1}
 #: of each model the class of its config in Transformers, and its values
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "128 dims": ("LlamaConfig", COMMON | {"head_dim": 128, "rope_parameters": LONGER}),
@@ -33,6 +41,9 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "64 dims, experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": [1]}),
     "norms of heads": ("Qwen3Config", COMMON | {"head_dim": 96, "num_attention_heads": 6, "tie_word_embeddings": True}),
     "a window": ("MistralConfig", COMMON | {"head_dim": 128, "sliding_window": 100, "num_key_value_heads": 1}),
+    "scans": ("BambaConfig", COMMON | SCANS | {"attn_layer_indices": [1]}),
+    "scans beside attention": ("FalconH1Config", COMMON | SCANS | FACTORS),
+    "scanned channels": ("JambaConfig", COMMON | CHANNELS),
     "caps": ("Gemma2Config", COMMON | {"head_dim": 256, "sliding_window": 70, "query_pre_attn_scalar": 64}),
 }
 NAMES = list(MODELS)

@@ -241,11 +241,11 @@ def test_refusals() -> None:
 
 @compiles_kernels
 @pytest.mark.parametrize(
-    ("by_channel", "size", "block"), [(False, 128, 16), (False, 256, 8), (True, 16, 128)], ids=["Mamba-2", "wide", "Mamba-1"]
+    ("by_channel", "size", "block"), [(False, 128, 4), (False, 256, 2), (True, 16, 32)], ids=["Mamba-2", "wide", "Mamba-1"]
 )
 @pytest.mark.parametrize("capability", [80, 90])
 def test_machine_code(capability: int, by_channel: bool, size: int, block: int) -> None:
-    """No local memory: states stay in registers."""
+    """No local memory: states stay in registers. A head's channels exchange nothing through shared memory in the loop."""
     types = dict.fromkeys(("starts", "stops", "first_rows", "slots", "owners"), "*i32")
     types |= dict.fromkeys(("x", "steps", "b", "c", "gate"), "*bf16")
     types |= dict.fromkeys(("step_bias", "decay", "skip", "out", "states", "y", "weight"), "*fp32")
@@ -253,8 +253,9 @@ def test_machine_code(capability: int, by_channel: bool, size: int, block: int) 
     types |= dict.fromkeys((*strides, "slot_stride", "slot_column"), "i32") | dict.fromkeys(("least", "most", "eps"), "fp32")
     shape = {"HEADS": 1 if by_channel else 128, "GROUP": 1 if by_channel else 128, "P": 8192 if by_channel else 64, "N": size}
     constants = shape | {"NW": size, "BLOCK": block, "BY_CHANNEL": by_channel, "STORED_BF16": False}
-    code = machine_code(kernels.scan, types, constants, capability, aligned=strides)
-    assert code.spills == 0 and code.stack_bytes == 0
+    code = machine_code(kernels.scan, types, constants, capability, warps=1, aligned=strides)
+    assert code.spills == 0 and code.stack_bytes == 0 and code.registers <= 80
+    assert by_channel or code.count("LDS") == 0
     wide = {"INNER": 8192, "SIZE": 8192, "W": 8192, "NORMS": True, "BEFORE": by_channel, "IS_BF16": True}
     code = machine_code(kernels.gate_rows, types | {"out": "*bf16"}, wide, capability, warps=8, aligned=strides)
     assert code.spills == 0 and code.stack_bytes == 0

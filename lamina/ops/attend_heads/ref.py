@@ -92,7 +92,8 @@ class _LongerPlan:
 class _SinglePlan:
     """Sequences with one row each that look at as many columns.
 
-    rows      [B] of the step; are_first  they are 0, 1, ... B - 1.   is_from_zero  all see position 0.   starts, lows [B]: their positions, the first that they see.
+    rows      [B] of the step; are_first  they are 0, 1, ... B - 1.   is_from_zero  all see position 0.
+    starts, lows  [B]: their positions, and the first that they see.
     column    [B, columns] position of each column, among those that the sequence sees.   hidden [B, 1, columns].
     own       [B] where each query's own column is among B * columns.   fresh  sequences of the plan that see nothing else.
     """
@@ -260,9 +261,10 @@ def _single(case: HeadsCase, sequences: Sequences, columns: int, members: Sequen
     column = torch.arange(columns, device=device) + base[:, None]
     hidden = (column > starts[:, None]) | (column < low[:, None])
     own = starts - base + torch.arange(0, len(facts) * columns, columns, device=device)
+    order = [first_row for first_row, _, _, _ in facts]
     return _SinglePlan(
-        rows, [each[0] for each in facts] == list(range(len(facts))), not any(each[3] for each in facts), pieces, tuple(sequence for sequence, _ in members),
-        starts, low, columns, column, hidden[:, None], own,
+        rows, order == list(range(len(facts))), not any(first for _, _, _, first in facts), pieces,
+        tuple(sequence for sequence, _ in members), starts, low, columns, column, hidden[:, None], own,
         tuple(number for number, (_, start, _, first) in enumerate(facts) if first == start),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 rows (4 where it was measured) gives the same bits for every count. Start-up finds the smallest that does on the machine."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +32,24 @@ def prepared(weight: Tensor) -> Tensor:
     return stored.transpose(-1, -2)[..., : weight.shape[-2], :]
 
 
+@cache
+def _has_packed_products() -> bool:
+    """Whether this torch has oneDNN, and the two private operations by which it multiplies with a packed weight."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        _ = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+    except AttributeError:
+        return False
+    return True
+
+
 def packed(weight: Tensor) -> Tensor:
     """The same weight [out, in] in the order of oneDNN, for `linear` alone; `prepared` where torch comes without it.
 
     Measured: 1.15 x at 1,024 rows, 1.5 x at 8, and bits that do not depend on the number of rows.
     """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not _has_packed_products():
         return prepared(weight)
     stored: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), None)
     return stored
@@ -81,7 +94,11 @@ def is_unstable(width_in: int, width_out: int, multiple: int, is_batched: bool =
     if is_batched:
         columns = weight.transpose(0, 1).contiguous()
         return _depends(lambda x, batch: torch.bmm(x.expand(batch, -1, -1), columns.expand(batch, -1, -1))[-1], x, multiple)
-    return any(_depends(lambda x, _, stored=order(weight): linear(x, stored), x, multiple) for order in (prepared, packed))
+    return any(_depends(_product_with(order(weight)), x, multiple) for order in (prepared, packed))
+
+
+def _product_with(stored: Tensor) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, _: linear(x, stored)
 
 
 def _depends(product: Callable[[Tensor, int], Tensor], x: Tensor, multiple: int) -> bool:

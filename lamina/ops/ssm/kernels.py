@@ -51,9 +51,9 @@ def scan(
         rate = tl.load(decay + at, mask=cell, other=0.0)
         has_factor = live
     else:
-        factor = head + tl.zeros((BLOCK,), tl.int32)
-        rate = tl.load(decay + head) + tl.zeros((BLOCK, 1), tl.float32)
-        has_factor = lane >= 0
+        factor = head + tl.zeros((1,), tl.int32)  # one for all channels
+        has_factor = factor >= 0
+        rate = tl.load(decay + factor)[:, None]
     offset = tl.load(step_bias + factor, mask=has_factor, other=0.0)
     straight = tl.load(skip + factor, mask=has_factor, other=0.0)
     page = tl.load(slots + request * slot_stride + slot_column).to(tl.int64)

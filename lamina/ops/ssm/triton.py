@@ -21,9 +21,9 @@ from lamina.ops.rows import Rows
 from lamina.ops.ssm import kernels
 from lamina.ops.store import Store
 
-#: numbers of a state that a program holds
-_CELLS = 2048
-_WARPS = 4
+#: numbers of a state that a program holds: of one warp, which waits for no other (from the machine code: 16 a thread)
+_CELLS = 512
+_WARPS = 1
 _MOST_SIZE = 512
 _MOST_GROUP = 32768
 #: channels of a row that a program gates where nothing is normed

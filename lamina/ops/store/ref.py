@@ -348,7 +348,7 @@ class Store:
 def _lines(views: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], int] | None:
     """The rows of all pages of each field one after another, as far apart as a page's rows are, and rows from page to page.
 
-    None if pages are no whole number of rows apart, or not the same number in all fields. Rows are found faster so than by two indices.
+    None if pages are no whole number of rows apart, or not the same number in all fields. One index finds rows faster than two.
     """
     apart = set()
     for view in views:
