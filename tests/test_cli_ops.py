@@ -110,6 +110,14 @@ def test_a_checkpoint_directory(tiny_of: Callable[[str, str], Path], capsys: Cap
     assert code == 0 and chosen(rows)["experts"] == "triton, any format" and chosen(rows)["gemm"] == "triton, bf16 rows"
 
 
+def test_families_given_as_networks(capsys: Capture) -> None:
+    """A row or two for each kind of part; on a CPU the definitions serve."""
+    assert main(["ops", str(FLASH.parent / "jamba-1.5-mini.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["op"] for row in found["rows"] if row["is_chosen"]] == ["ChannelScan", "Mlp", "Experts", "Attention"]
+    assert {row["implementation"] for row in found["rows"] if row["is_chosen"]} == {"reference"} and not found["problems"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -117,7 +125,7 @@ def test_a_checkpoint_directory(tiny_of: Callable[[str, str], Path], capsys: Cap
         (("ops", "--device", "cpu", "--capability", "9.0"), "left out for --device cpu"),
         (("ops", "--max-model-len", "0"), "at least 1"),
         (("ops", "no-such-model"), "a config.json"),
-        (("ops", str(FLASH.parent / "llama-3.1-8b.json")), "model_type"),
+        (("ops", str(FLASH.parent / "ministral-3-8b.json")), "weight_block_size"),
         (("ops", "--capability", "９.０"), "two numbers such as 9.0"),
         (("warmup", str(FLASH.parent), "--device", "cpu"), "nothing is compiled for a CPU"),
     ],

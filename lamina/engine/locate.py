@@ -24,6 +24,8 @@ def locate(model: str | Path) -> Path:
         return path
     if path.exists():
         raise ConfigError("model", str(model), "a directory with config.json and *.safetensors, or a *.gguf file")
+    if path.suffix.lower() == ".gguf":
+        raise ConfigError("model", str(model), "a GGUF file that is there")
     if not _HUB_ID.fullmatch(str(model)):
         raise ConfigError("model", str(model), "an existing directory, or a hub id such as org/name")
     if importlib.util.find_spec("huggingface_hub") is None:

@@ -77,7 +77,8 @@ class Hit:
             NO_CHECKPOINT: f"{near} after position {self.position}, though the tokens are known up to {self.differs_at}",
         }
         rebuilt = f" ({self.log_tokens - self.position} more only to rebuild the state)" if self.replayed else ""
-        return f"{self.position} tokens reused{rebuilt}: {self.reason}{tail.get(self.reason, '')}"
+        reason = f"the rest was {self.reason}" if self.reason == NEVER_STORED and self.position else self.reason
+        return f"{self.position} tokens reused{rebuilt}: {reason}{tail.get(self.reason, '')}"
 
 
 class PrefixIndex:

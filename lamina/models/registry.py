@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from lamina.base.config import AUTO
 from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.layers.rounding import activation_dtype
@@ -190,9 +191,13 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
 _MODELS: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}
 
 
-def chosen_format(name: str, automatic: str) -> str:
-    """The format that a setting names, or the one that auto stands for."""
-    return automatic if name == "auto" else name
+def chosen_formats(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str) -> tuple[str, str]:
+    """(cache, index): what settings name, or what auto stands for: `dtype`, or what a model of its own was trained with."""
+    has_own = values.get("model_type") in _MODELS
+    automatic = ("fp8", "fp4") if has_own else (dtype, dtype)
+    wanted = zip((cache_format, index_format), automatic, strict=True)
+    cache, index = (own if name == AUTO else name for name, own in wanted)
+    return cache, index
 
 
 def blueprint(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str = "fp32") -> Blueprint:
@@ -203,8 +208,9 @@ def blueprint(values: Mapping[str, object], cache_format: str, index_format: str
     Raises ConfigError for an unknown model_type, naming the known ones.
     """
     kind = values.get("model_type")
+    cache_format, index_format = chosen_formats(values, cache_format, index_format, dtype)
     if isinstance(kind, str) and kind in _MODELS:
-        return _MODELS[kind](values, chosen_format(cache_format, "fp8"), chosen_format(index_format, "fp4"))
+        return _MODELS[kind](values, cache_format, index_format)
     if not isinstance(kind, str) or kind not in NETWORKS:
         raise ConfigError("model_type", kind, f"one of {', '.join(sorted((*_MODELS, *NETWORKS)))}")
-    return _network(values, NETWORKS[kind](values), chosen_format(cache_format, dtype), chosen_format(index_format, dtype))
+    return _network(values, NETWORKS[kind](values), cache_format, index_format)

@@ -7,7 +7,7 @@ sentence is one line, shortened where a file could make it long, and no tensor d
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lamina.base.errors import ConfigError, LaminaError, WeightError
@@ -15,7 +15,7 @@ from lamina.base.sizes import GiB, MiB, format_bytes
 from lamina.memory.layout import Layout, make_layout
 from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices, Description
-from lamina.models.families import FAMILIES, describe
+from lamina.models.families import FAMILIES, NETWORKS, describe
 from lamina.models.files import is_gguf, list_stored, missing_library, read_config
 from lamina.models.needed import Findings, check_tensors
 from lamina.plan.facts import printable
@@ -236,11 +236,20 @@ class _Model:
         if values is None:
             return None
         try:
-            return describe(values, self.choices)
+            return describe(values, self._choices(values))
         except ConfigError as error:
             where = "" if error.field in ("cache_format", "index_format") else f"{_CONFIG}: "
             self.notes.no(where + str(error))
             return None
+
+    def _choices(self, values: Mapping[str, object]) -> Choices:
+        """The user's, with the formats that the engine takes on this machine where none is named."""
+        if values.get("model_type") not in NETWORKS:
+            return self.choices
+        own = "fp32" if self.machine.devices == ("cpu",) else "bf16"
+        has_index = values.get("model_type") == "deepseek_v32"
+        index = self.choices.index_format or (own if has_index else None)
+        return replace(self.choices, cache_format=self.choices.cache_format or own, index_format=index)
 
     def _tensors(self) -> list[Stored] | None:
         """What the headers list; None if a file is not what it says, and then every such file has its reason."""

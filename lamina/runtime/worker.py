@@ -16,7 +16,7 @@ from lamina.base.sizes import GiB, format_bytes
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
 from lamina.models.files import list_stored, read_config, read_file, weight_files
-from lamina.models.registry import Blueprint, Target, blueprint
+from lamina.models.registry import Blueprint, Target, blueprint, chosen_formats
 from lamina.models.tensors import open_tensors
 from lamina.ops.gemm import stable_row_multiple
 from lamina.ops.machine import this_machine
@@ -60,7 +60,10 @@ class Worker:
         config = _with_device(config)
         self.device = torch.device(config.device)
         self.dtype = config.dtype if config.dtype != "auto" else "bf16" if self.is_gpu else "fp32"
-        self.blueprint = blueprint(read_config(directory), config.cache_format, config.index_format, self.dtype)
+        values = read_config(directory)
+        cache_format, index_format = chosen_formats(values, config.cache_format, config.index_format, self.dtype)
+        config = replace(config, cache_format=cache_format, index_format=index_format)
+        self.blueprint = blueprint(values, cache_format, index_format, self.dtype)
         self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)

@@ -55,7 +55,9 @@ def test_numbers_that_are_refused(scaling: dict[str, object], named: str) -> Non
 
 @pytest.mark.parametrize("scaling", KINDS, ids=[str(kind["rope_type"]) for kind in KINDS])
 def test_junk_is_refused_or_calculated_with(scaling: dict[str, object]) -> None:
-    junk = (0, -1, 1, 1.0, 2**70, 10**400, 1e308, math.inf, math.nan, "", "x", True, [], [None], [0] * 4, [1.0] * 4, {}, None)
+    junk: tuple[object, ...] = (
+        0, -1, 1, 1.0, 2**70, 10**400, 1e308, math.inf, math.nan, "", "x", True, [], [None], [0] * 4, [1.0] * 4, {}, None,
+    )  # fmt: skip
     fields = {*scaling, "rope_theta", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale", "attention_factor", "truncate"}
     for field in sorted(fields):
         for value in junk:

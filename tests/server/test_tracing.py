@@ -19,7 +19,7 @@ memory = pytest.importorskip(
 RECORD = GenerationRecord(
     id="r1", owner="somebody", prompt_tokens=100, cached_tokens=40, completion_tokens=15, reasoning_tokens=3,
     finish=("stop", "length"), first_token_s=0.5, total_s=1.5, queued_s=0.3, prefill_s=0.2, decode_s=1.0,
-    prefix_stop="40 tokens reused: never stored", held_bytes={"window": 1000, "c4": 20},
+    prefix_stop="40 tokens reused: the rest was never stored", held_bytes={"window": 1000, "c4": 20},
 )  # fmt: skip
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
