@@ -60,7 +60,7 @@ def start_table(
     facts.add_row("longest request", f"{ready.max_model_len:,} tokens, prompt and answer")
     facts.add_row("a step", f"{ready.max_step_tokens:,} tokens, {ready.max_requests:,} requests at most")
     facts.add_row("prefix hits", ready.hit_granularity)
-    facts.add_row("formats", f"cache {config.cache_format}, index {config.index_format}, deterministic={config.deterministic}")
+    facts.add_row("formats", "cache {}, index {}, deterministic={}".format(*ready.formats, config.deterministic))
     facts.add_row("device, ops", f"{ready.device}: {_ops(ready)}")
     facts.add_row("chat format", chat_format or "none: only /v1/completions")
     facts.add_row("loaded in", f"{ready.load_s:.1f} s")

@@ -30,7 +30,7 @@ class _ModelConfig(msgspec.Struct):
 
 def make_ready(engine: Engine, load_s: float) -> Ready:
     """The facts of a loaded engine."""
-    config, layout = engine.config, engine.layout
+    config, layout, worker = engine.config, engine.layout, engine.worker.config
     lengths = tuple(dict.fromkeys(min(length, engine.max_model_len) for length in PLAN_LENGTHS))
     return Ready(
         pid=os.getpid(), model=engine.directory.name, model_type=_model_type(engine), vocab_size=engine.vocab_size,
@@ -38,7 +38,8 @@ def make_ready(engine: Engine, load_s: float) -> Ready:
         block_tokens=layout.block_tokens, page_bytes=layout.page_bytes, num_pages=engine.num_pages, slot_pages=layout.slot_pages,
         max_requests=config.max_requests, max_step_tokens=config.step_tokens,
         replay_tokens=-1 if math.isinf(layout.replay) else int(layout.replay), hit_granularity=hit_granularity(layout),
-        plan_lengths=lengths, memories=_memory_rows(layout, lengths), ops=chosen_ops(engine.directory, config), load_s=load_s,
+        plan_lengths=lengths, memories=_memory_rows(layout, lengths, engine.max_model_len),
+        ops=chosen_ops(engine.directory, config), load_s=load_s, formats=(worker.cache_format, worker.index_format),
     )  # fmt: skip
 
 
@@ -57,9 +58,12 @@ def _model_type(engine: Engine) -> str:
     return msgspec.json.decode(read_file(engine.directory, CONFIG) or b"{}", type=_ModelConfig).model_type
 
 
-def _memory_rows(layout: Layout, lengths: tuple[int, ...]) -> tuple[MemoryRow, ...]:
-    """Each memory with its kind, layers and bytes, then what is not a memory's: the hidden vector, padding."""
-    tables = [predict(layout, [Held(length)]) for length in lengths]
+def _memory_rows(layout: Layout, lengths: tuple[int, ...], longest: int) -> tuple[MemoryRow, ...]:
+    """Each memory with its kind, layers and bytes, then what is not a memory's: the hidden vector, padding.
+
+    The last token of the longest request that fits is drawn and never stored.
+    """
+    tables = [predict(layout, [Held(length - (length == longest > 1))]) for length in lengths]
     rows = []
     for row in tables[0].rows:
         members = [memory for memory in layout.memories if memory.name == row.name]

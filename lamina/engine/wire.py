@@ -146,7 +146,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves. The start-up table is made of this."""
+    """The engine serves. The start-up table is made of this. formats  of the cache and of an index, as decided."""
 
     pid: int
     model: str
@@ -167,6 +167,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     memories: tuple[MemoryRow, ...]
     ops: tuple[tuple[str, str], ...]
     load_s: float
+    formats: tuple[str, str] = ("auto", "auto")
 
 
 class LogprobRow(msgspec.Struct, frozen=True, array_like=True):
