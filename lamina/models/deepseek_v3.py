@@ -277,9 +277,11 @@ def _rope(fields: ConfigFields, config: Config, family: Family) -> Rope:
     """The rotary positions of the last dims of a head; V3 alone may have them in halves."""
     if family is not _V3:
         fields.must_be("rope_interleave", True)
+    if config.rope_dim % 2:
+        raise ConfigError("qk_rope_head_dim", config.rope_dim, "an even number of dims")
     rope = read_rope(fields, config.rope_dim, config.max_positions, 10000.0, is_pairs=flag(fields, "rope_interleave", True))
-    if rope.dim != config.rope_dim or rope.dim % 2:
-        raise ConfigError("qk_rope_head_dim", config.rope_dim, "an even number of dims, all of them rotated")
+    if rope.dim != config.rope_dim:
+        raise ConfigError("qk_rope_head_dim", config.rope_dim, "dims that are all rotated (partial_rotary_factor 1)")
     return rope
 
 

@@ -236,19 +236,20 @@ class _Model:
         if values is None:
             return None
         try:
-            return describe(values, self._choices(values))
+            found = describe(values, self.choices)
+            own = self._choices(values, found)
+            return found if own == self.choices else describe(values, own)
         except ConfigError as error:
             where = "" if error.field in ("cache_format", "index_format") else f"{_CONFIG}: "
             self.notes.no(where + str(error))
             return None
 
-    def _choices(self, values: Mapping[str, object]) -> Choices:
+    def _choices(self, values: Mapping[str, object], found: Description) -> Choices:
         """The user's, with the formats that the engine takes on this machine where none is named."""
         if values.get("model_type") not in NETWORKS:
             return self.choices
         own = "fp32" if self.machine.devices == ("cpu",) else "bf16"
-        has_index = values.get("model_type") == "deepseek_v32"
-        index = self.choices.index_format or (own if has_index else None)
+        index = self.choices.index_format or (own if found.index_format is not None else None)
         return replace(self.choices, cache_format=self.choices.cache_format or own, index_format=index)
 
     def _tensors(self) -> list[Stored] | None:

@@ -463,9 +463,9 @@ def test_who_has_to_wait_for_what_takes_too_long_is_told_to_come_again(engine: E
     """The one thread is busy with a grammar that was given up: nobody else's is blamed. Then it is free again."""
     import_library()
     slow = {"type": "object", "properties": {f"p{index}": STRING for index in range(480)}, "additionalProperties": False}
-    compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), limit_s=0.2, num_threads=1)
+    compiler = GrammarCompiler(engine.directory, VOCAB, (EOS,), limit_s=0.02, num_threads=1)
     first, second = compiler.submit(schema(slow)), compiler.submit(schema({"type": "null"}))
-    with pytest.raises(ConfigError, match=r"longer than 0\.2 s"):
+    with pytest.raises(ConfigError, match=r"longer than 0\.02 s"):
         first.result()
     with pytest.raises(BusyError, match="response_format: no thread was free"):
         second.result()

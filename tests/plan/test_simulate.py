@@ -12,7 +12,7 @@ from lamina.base.errors import ConfigError
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, measured, predict
-from lamina.memory.prefix import FULL_HIT, NEVER_STORED
+from lamina.memory.prefix import NEVER_STORED, WHOLE_BLOCKS
 from lamina.plan import simulate
 from lamina.plan.offline import ample_pages
 from lamina.plan.simulate import run_trace
@@ -52,7 +52,7 @@ def test_two_turns_by_hand() -> None:
     assert (found.peak_running, found.peaks.blocks, found.peaks.used) == (1, 4, 4)
     assert found.mean_running == pytest.approx(1.0)
     # nothing was known of the first 10 tokens; of the second prompt all that could be reused (whole blocks of 14 tokens) was
-    assert {(miss.reason, miss.requests, miss.tokens) for miss in found.misses} == {(NEVER_STORED, 1, 10), (FULL_HIT, 1, 3)}
+    assert {(miss.reason, miss.requests, miss.tokens) for miss in found.misses} == {(NEVER_STORED, 1, 10), (WHOLE_BLOCKS, 1, 3)}
 
 
 def test_a_preemption_by_hand() -> None:

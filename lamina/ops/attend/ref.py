@@ -133,7 +133,7 @@ def attend(
     task = _Task(q * scale, own, window, size, entries, sink, sequences, out)
     for tiles in sequences.longer:
         task.attend_sequence(tiles)
-    for single in sequences.singles[0 if entries is None else entries.ratio]:
+    for single in sequences.alike(0 if entries is None else entries.ratio):
         task.attend_single(single)
     return out
 
