@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if config.device == "cpu":
         raise ConfigError("device", "cpu", "cuda: nothing is compiled for a CPU")
     if not machine_named("cpu").has_triton:
-        raise ConfigError("device", config.device, "cpu: Triton is not installed")
+        raise ConfigError("device", config.device, "available: kernels are compiled for a GPU, and Triton is not installed")
     make_printable(sys.stdout)
     with _progress(args.quiet) as bar:
         report = warm_up(lambda: Engine(replace(config, warmup=False)), bar, Path(args.model).name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey
 from lamina.layers.heads import Context, Layer, RmsNorm
 from lamina.layers.projection import Projection
@@ -77,8 +78,12 @@ class Builder:
         return self.ropes.index(rope)
 
     def build(self, part: object) -> Layer:
-        """The layer of a part."""
-        return self.builders[type(part)](self, part)
+        """The layer of a part. Raises ConfigError for one that nothing builds."""
+        build = self.builders.get(type(part))
+        if build is None:
+            known = ", ".join(each.__name__ for each in self.builders)
+            raise ConfigError("layers", type(part).__name__, f"one of {known}")
+        return build(self, part)
 
 
 def head_order(dim: int, rope: Rope | None) -> Tensor:

@@ -10,7 +10,7 @@ from lamina.models.deepseek_v4_memory import INDEXED
 from lamina.models.families import NETWORKS
 from lamina.models.network import Network, parts_of
 from lamina.models.tiny import tiny_config
-from lamina.ops.catalog import DEFINITION, Dims, Row, catalog, refusals
+from lamina.ops.catalog import DEFINITION, NEEDS_TRITON, Dims, Row, catalog, refusals
 from lamina.ops.machine import Machine, this_machine
 
 __all__ = [
@@ -73,7 +73,7 @@ def _rows(network: Network, machine: Machine) -> Iterator[Row]:
         if machine.device == "cpu":
             why = "runs on NVIDIA GPUs, not on cpu"
         elif not machine.has_triton:
-            why = "Triton is not installed"
+            why = NEEDS_TRITON
         yield Row(kind, "triton", why)
         yield Row(kind, DEFINITION, None if machine.device == "cpu" else "the definition, for CPUs and for tests")
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 from torch import Tensor
 
-from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey
 from lamina.layers.heads import Context, GatedMlp, GroupedAttention, RmsNorm
 from lamina.layers.rounding import rounded
@@ -280,9 +279,3 @@ def _residual(builder: Builder, branch: Branch) -> _Residual:
     before = builder.norm(branch.before, builder.width) if branch.before is not None else None
     after = builder.norm(branch.after, builder.width) if branch.after is not None else None
     return _Residual(layer, before, after, branch.scale, branch.kept, branch.keeps_normed)
-
-
-def check_part(part: object) -> None:
-    """Refuses a part that nothing builds."""
-    if type(part) not in BUILDERS:
-        raise ConfigError("layers", type(part).__name__, f"one of {', '.join(each.__name__ for each in BUILDERS)}")

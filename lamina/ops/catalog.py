@@ -21,7 +21,7 @@ from lamina.ops.route import RouteCase
 from lamina.ops.store import StoreCase, attention_codec, index_codec
 
 DEFINITION = "reference"
-_NEEDS_TRITON = "Triton is not installed"
+NEEDS_TRITON = "Triton is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def catalog(machine: Machine, dims: Dims, kernels: str = "auto") -> tuple[Row, .
     for op, candidates in _candidates(machine, dims, kernels):
         chosen: str | None = None
         for name, refuses in candidates:
-            why = None if machine.has_triton or machine.device == "cpu" else _NEEDS_TRITON
+            why = None if machine.has_triton or machine.device == "cpu" else NEEDS_TRITON
             if why is None:
                 why = f"runs on NVIDIA GPUs, not on {machine.device}" if machine.device == "cpu" else refuses()
             if why is None and chosen is not None:

@@ -173,11 +173,6 @@ class Bench:
                 if float(top.values[0] - top.values[1]) > TIE:
                     assert request.tokens[position + 1] == int(top.indices[0]), f"token {position + 1}"
 
-    def same(self, groups: list[Group], others: list[Group]) -> None:
-        """Two runs gave the same tokens (`exact`: also what was computed has the same bits, checked by `check_bits`)."""
-        for one, other in zip(groups, others, strict=True):
-            assert one.output.outputs[0].token_ids == other.output.outputs[0].token_ids
-
     def scores(self, group: Group) -> list[Tensor]:
         """The scores of a group's drawn tokens, in order."""
         request = group.requests[0]

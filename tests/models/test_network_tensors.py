@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lamina.base.errors import ConfigError
 from lamina.models.families import NETWORKS, describe
+from lamina.models.network import Branch
 from lamina.models.network_tensors import needed_tensors
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -18,6 +20,12 @@ NAMES = [
     for path in sorted(CONFIGS.glob("*.json"))
     if json.loads(path.read_text())["model_type"] in NETWORKS
 ]
+
+
+def test_a_part_that_nothing_builds_is_refused() -> None:
+    network = NETWORKS["llama"](json.loads((CONFIGS / "llama-3.1-8b.json").read_text()))
+    with pytest.raises(ConfigError, match="layers='str' is not valid: one of AltUpLayer, Attention"):
+        list(needed_tensors(replace(network, layers=((Branch("tide", None),),))))
 
 
 @pytest.mark.parametrize("name", NAMES)
