@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.layers.rounding import rounded
 from lamina.ops.attend import EntryScope, attend
 from lamina.ops.compress import Compressor, compress
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, linear
 from lamina.ops.index_topk import index_topk
 from lamina.ops.rope_norm import entry_norm_rope, query_norm_rope, rms_norm, rotate, unrotate
 from lamina.ops.sequences import Sequences
@@ -31,7 +31,7 @@ class CompressorWeights:
 class IndexerWeights:
     """wq_b [Hi * di, q_lora]; its compressor; how many entries it keeps."""
 
-    wq_b: Tensor
+    wq_b: Weight
     heads: int
     top_k: int
     compressor: CompressorWeights
@@ -46,13 +46,13 @@ class AttentionWeights:
     wo_a     one [o_lora, heads/groups * d] a group.   wo_b  [D, groups * o_lora].   sink  [H].
     """
 
-    w_in: Tensor
+    w_in: Weight
     splits: tuple[int, ...]
     q_norm: Tensor
-    wq_b: Tensor
+    wq_b: Weight
     kv_norm: Tensor
-    wo_a: tuple[Tensor, ...]
-    wo_b: Tensor
+    wo_a: tuple[Weight, ...]
+    wo_b: Weight
     sink: Tensor
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from lamina.layers.rounding import rounded
 from lamina.ops.attend_heads import HeadsCase, Past, attend_heads, softcapped, store_rows
-from lamina.ops.gemm import linear
+from lamina.ops.attend_heads.native import NativeHeads, gate
+from lamina.ops.gated.native import gated
+from lamina.ops.gemm import Weight, linear
+from lamina.ops.gemm.native import NativeWeight
 from lamina.ops.rope_norm import rms_norm, rotate
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import HeadsCodec
@@ -78,9 +81,9 @@ class GroupedAttention:
     narrows where not all rows are wanted, the wanted ones alone come out: [W, D].
     """
 
-    w_in: Tensor
+    w_in: Weight
     b_in: Tensor | None
-    w_out: Tensor
+    w_out: Weight
     b_out: Tensor | None
     past: Past
     codec: HeadsCodec
@@ -97,9 +100,12 @@ class GroupedAttention:
     layer: int = 0
     temperature: tuple[float, float, float] | None = None
     narrows: bool = False
+    kernels: NativeHeads | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, D] -> [T, D]."""
+        if self.kernels is not None:
+            return self._by_kernels(x, context, self.kernels)
         case, codec, dtype, sequences = self.case, self.codec, context.dtype, context.sequences
         dim, num_kv = codec.key_dim, 0 if self.shares is not None else case.kv_heads
         rows = linear(x, self.w_in)
@@ -132,6 +138,32 @@ class GroupedAttention:
             out = rounded(out / (torch.exp(-gates) + 1), dtype)
         found = linear(out, self.w_out)
         return rounded(found if self.b_out is None else found + self.b_out, dtype)
+
+    def _by_kernels(self, x: Tensor, context: Context, kernels: NativeHeads) -> Tensor:
+        """The same by the C kernels."""
+        dtype, sequences = context.dtype, context.sequences
+        turns = None if self.angle is None else context.angles[self.angle]
+        warmth = None
+        if self.temperature is not None:
+            warmth = sequences.remember(("warmth", self.temperature), lambda: self._temperatures(sequences.positions).flatten())
+        queries, own, gates = kernels.project(linear(x, self.w_in), turns, warmth)
+        own = own if self.shares is None else context.own[self.shares]
+        in_log = self.past.store.place.kind == "block"
+        wanted = sequences.wanted if self.narrows else None
+        if self.shares is None and (in_log or wanted is not None):
+            kernels.keep(own, sequences)
+        if wanted is not None:
+            queries, own = queries.index_select(0, wanted), tuple(part.index_select(0, wanted) for part in own)
+            gates = None if gates is None else gates.index_select(0, wanted)
+            sequences = sequences.of_wanted()
+        out = kernels.attend(queries, own, sequences)
+        if self.shares is None and not in_log and not self.is_shared and wanted is None:
+            kernels.keep(own, sequences)
+        if self.is_shared:
+            context.own[self.layer] = own
+        if gates is not None:
+            gate(out, gates, dtype)
+        return _times(out, self.w_out, self.b_out, dtype)
 
     def finish(self, context: Context) -> None:
         """After the last layer: keeps rows that other layers have read."""
@@ -186,9 +218,9 @@ class GatedMlp:
     cut  the gate counts by how far it lies above its mean plus so many standard deviations, else 0; None: as it is.
     """
 
-    w_in: Tensor
+    w_in: Weight
     b_in: Tensor | None
-    w_out: Tensor
+    w_out: Weight
     b_out: Tensor | None
     activation: str
     has_gate: bool = True
@@ -199,6 +231,14 @@ class GatedMlp:
         """x [T, D] -> [T, D]."""
         if x.shape[0] > _NEAR_ROWS:
             return torch.cat([self.forward(rows, context) for rows in x.split(_NEAR_ROWS)])
+        if isinstance(self.w_in, NativeWeight) and self.cut is None:
+            wide = self.w_in.times(x, self.b_in)
+            inner = gated(wide, self.activation, self.has_gate, self.multipliers[0], context.dtype)
+            if self.multipliers[1] == 1:
+                return _times(inner, self.w_out, self.b_out, context.dtype)
+            found = linear(inner, self.w_out)
+            found = found if self.b_out is None else found + self.b_out
+            return rounded(found * self.multipliers[1], context.dtype)
         inner = linear(x, self.w_in)
         if self.b_in is not None:
             inner = inner + self.b_in
@@ -213,6 +253,14 @@ class GatedMlp:
         if self.b_out is not None:
             found = found + self.b_out
         return rounded(found * self.multipliers[1] if self.multipliers[1] != 1 else found, context.dtype)
+
+
+def _times(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x weight + bias, rounded."""
+    if isinstance(weight, NativeWeight):
+        return weight.times(x, bias, dtype)
+    found = linear(x, weight)
+    return rounded(found if bias is None else found + bias, dtype)
 
 
 def _pieces(num_rows: int, width: int) -> list[slice]:

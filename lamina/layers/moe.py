@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lamina.layers.rounding import rounded
 from lamina.ops.experts import experts, swiglu
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, Weights, linear
 from lamina.ops.route import route, route_by_table
 from lamina.ops.sequences import Sequences
 
@@ -20,13 +20,13 @@ class MixtureOfExperts:
     gate_up [E, 2I, D], down [E, D, I].   shared_gate_up [2I, D], shared_down [D, I].   limit  clamp of the SwiGLU, 0 = none.
     """
 
-    gate: Tensor
+    gate: Weight
     bias: Tensor | None
     table: Tensor | None
-    gate_up: Tensor
-    down: Tensor
-    shared_gate_up: Tensor
-    shared_down: Tensor
+    gate_up: Weights
+    down: Weights
+    shared_gate_up: Weight
+    shared_down: Weight
     top_k: int
     scale: float
     limit: float

@@ -10,7 +10,7 @@ from lamina.layers.heads import Context, GatedMlp
 from lamina.layers.projection import Projection
 from lamina.layers.rounding import rounded
 from lamina.ops.experts import Gating, experts
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, Weights, linear
 
 #: logits [T, E] -> (experts [T, k] int64, weights [T, k])
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -25,12 +25,12 @@ class SparseMlp:
     shared       an expert that every row visits.   shared_gate  [1, D]: it is multiplied by sigmoid(shared_gate x).
     """
 
-    gate: Tensor
+    gate: Weight
     route: Route
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weights
+    down: Weights
     shared: GatedMlp | None = None
-    shared_gate: Tensor | None = None
+    shared_gate: Weight | None = None
     gate_bias: Tensor | None = None
     limit: float = 0.0
     gating: Gating = field(default_factory=Gating)

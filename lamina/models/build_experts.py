@@ -11,7 +11,7 @@ from lamina.models.builder import Builder, Layer, build_projection
 from lamina.models.network import Experts, Mlp, Router
 from lamina.models.parts_experts import FusedExperts, UngatedExperts
 from lamina.ops.experts import Gating
-from lamina.ops.gemm import prepared
+from lamina.ops.gemm import Weights
 from lamina.ops.route import route_chosen, route_sigmoid, route_softmax
 
 
@@ -48,10 +48,10 @@ def listed_experts(builder: Builder, part: object) -> Layer:
         both = [builder.take(f"{prefix}.{name}.weight", inner, width) for name in (gate, up)]
         gate_up.append(torch.cat(both))
         second.append(builder.take(f"{prefix}.{down}.weight", width, inner))
-    builder.shapes |= {(width, 2 * inner), (inner, width)}
     return SparseMlp(
         gate=builder.product(builder.take(part.gate, part.num, width)), route=build_router(builder, part.router, part.num),
-        gate_up=prepared(torch.stack(gate_up)), down=prepared(torch.stack(second)), shared=build_shared(builder, part.shared),
+        gate_up=builder.products(torch.stack(gate_up)), down=builder.products(torch.stack(second)),
+        shared=build_shared(builder, part.shared),
         shared_gate=builder.product(builder.take(part.shared_gate, 1, width)) if part.shared_gate is not None else None,
     )  # fmt: skip
 
@@ -75,10 +75,10 @@ def fused_experts(builder: Builder, part: object) -> Layer:
     if part.bias:
         first = halves(builder.take(f"{part.prefix}.gate_up_proj_bias", num, 2 * inner))
         biases = (first, builder.take(f"{part.prefix}.down_proj_bias", num, width))
-    builder.shapes |= {(width, 2 * inner), (inner, width)}
     return SparseMlp(
         gate=builder.product(builder.take(part.gate, num, width)), route=build_router(builder, part.router, num),
-        gate_up=prepared(halves(stacked("gate_up_proj", 2 * inner, width))), down=prepared(stacked("down_proj", width, inner)),
+        gate_up=builder.products(halves(stacked("gate_up_proj", 2 * inner, width))),
+        down=builder.products(stacked("down_proj", width, inner)),
         shared=build_shared(builder, part.shared), gate_bias=builder.take(part.gate_bias, num) if part.gate_bias else None,
         limit=part.limit, gating=Gating(part.alpha, part.shift, biases, part.weighs_input),
     )  # fmt: skip
@@ -89,14 +89,13 @@ def ungated_experts(builder: Builder, part: object) -> Layer:
     assert isinstance(part, UngatedExperts)
     width, inner, outer = builder.width, part.width, part.latent or builder.width
 
-    def stacked(name: str, rows: int, columns: int) -> Tensor:
+    def stacked(name: str, rows: int, columns: int) -> Weights:
         found = [builder.take(f"{part.prefix}.experts.{e}.{name}.weight", rows, columns) for e in range(part.num)]
-        return prepared(torch.stack(found))
+        return builder.products(torch.stack(found))
 
     def projection(name: str, rows: int, columns: int) -> Projection | None:
         return build_projection(builder, f"{part.prefix}.{name}", rows, columns, part.latent_bias) if part.latent else None
 
-    builder.shapes |= {(outer, inner), (inner, outer)}
     return SparseMlp(
         gate=builder.product(builder.take(part.gate, part.num, width)), route=build_router(builder, part.router, part.num),
         gate_up=stacked("up_proj", inner, outer), down=stacked("down_proj", outer, inner),

@@ -12,7 +12,7 @@ from lamina.layers.heads import Context, Layer, RmsNorm
 from lamina.layers.projection import Projection
 from lamina.models.network import Network, Norm, Rope
 from lamina.ops.attend_heads import Past
-from lamina.ops.gemm import packed
+from lamina.ops.gemm import Weight, Weights, packed, packed_each
 from lamina.ops.store import EntryCodec, Store
 from lamina.weights.loader import TensorSource
 
@@ -53,10 +53,19 @@ class Builder:
         """A tensor in fp32."""
         return self.source.take(name, shape)
 
-    def product(self, weight: Tensor) -> Tensor:
+    def product(self, weight: Tensor) -> Weight:
         """A weight [out, in] as products read it."""
-        self.shapes.add((weight.shape[1], weight.shape[0]))
-        return packed(weight)
+        found = packed(weight)
+        if isinstance(found, Tensor):
+            self.shapes.add((weight.shape[1], weight.shape[0]))
+        return found
+
+    def products(self, weights: Tensor) -> Weights:
+        """Weights [E, out, in] as products read each of them."""
+        found = packed_each(weights)
+        if isinstance(found, Tensor):
+            self.shapes.add((weights.shape[2], weights.shape[1]))
+        return found
 
     def store(self, memory: str, codec: EntryCodec, *fields: str) -> Store:
         """The store of the fields (all, unless some are named) of a memory of the layer that is being built."""

@@ -18,7 +18,7 @@ from lamina.layers.rounding import activation_dtype, rounded
 from lamina.models.deepseek_v4_config import Config, Rope
 from lamina.models.deepseek_v4_memory import INDEXED, Formats, entries_name, memories
 from lamina.models.deepseek_v4_names import NAMES
-from lamina.ops.gemm import linear, prepared
+from lamina.ops.gemm import Weight, linear, packed, packed_each
 from lamina.ops.hyper import Mixer, hyper_head, hyper_post, hyper_pre
 from lamina.ops.rope_norm import Yarn, inverse_frequencies, rms_norm, rope_tables
 from lamina.ops.sequences import Sequences
@@ -77,7 +77,7 @@ class Model:
 
     def __init__(
         self, config: Config, dtype: torch.dtype, embed: Tensor, blocks: tuple[Block, ...], head_mixer: Mixer, norm: Tensor,
-        head: Tensor,
+        head: Weight,
     ) -> None:  # fmt: skip
         self.config = config
         self.dtype = dtype
@@ -97,13 +97,13 @@ class Model:
     @property
     def product_shapes(self) -> tuple[tuple[int, int], ...]:
         """(in, out) of the products whose bits must not depend on the number of rows."""
-        weights = [self.head, self.head_mixer.fn]
+        weights: list[Weight] = [self.head, self.head_mixer.fn]
         for block in self.blocks:
             attention = block.attention.weights
             weights += [attention.w_in, attention.wq_b, *attention.wo_a, attention.wo_b, block.attention_mixer.fn]
             weights += [block.ffn.gate, block.ffn.gate_up[0], block.ffn.down[0], block.ffn.shared_gate_up, block.ffn.shared_down]
             weights += [attention.indexer.wq_b] if attention.indexer is not None else []
-        return tuple(sorted({(weight.shape[1], weight.shape[0]) for weight in weights}))
+        return tuple(sorted({(weight.shape[1], weight.shape[0]) for weight in weights if isinstance(weight, Tensor)}))
 
     @property
     def batched_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -173,13 +173,13 @@ class _Loader:
         blocks = tuple(self.block(layer) for layer in range(config.num_layers))
         mixer = self.mixer("hc_head_", (config.streams,))
         norm = self.take("norm.weight", (config.hidden_size,))
-        head = prepared(self.take("head.weight", (config.vocab_size, config.hidden_size)))
+        head = packed(self.take("head.weight", (config.vocab_size, config.hidden_size)))
         return Model(config, self.dtype, embed, blocks, mixer, norm, head)
 
     def mixer(self, prefix: str, parts: tuple[int, ...]) -> Mixer:
         """A mixer whose rows come in parts (pre, post, comb) with a scale each."""
         config, rows = self.config, sum(parts)
-        fn = prepared(self.take(prefix + "fn", (rows, config.streams * config.hidden_size)))
+        fn = packed(self.take(prefix + "fn", (rows, config.streams * config.hidden_size)))
         base, scales = self.take(prefix + "base", (rows,)), self.take(prefix + "scale", (len(parts),))
         scale = scales.repeat_interleave(torch.tensor(parts))
         return Mixer(fn, base, scale, config.sinkhorn_iterations, config.hyper_eps, config.norm_eps)
@@ -210,20 +210,18 @@ class _Loader:
         if ratio == INDEXED:
             keys = self.compressor(prefix + "indexer.compressor.", ratio, config.index_dim, projections)
             projections.append(self.take(prefix + "indexer.weights_proj.weight", (config.index_heads, width)))
-            wq_b = prepared(
-                self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank))
-            )
+            wq_b = packed(self.take(prefix + "indexer.wq_b.weight", (config.index_heads * config.index_dim, config.q_lora_rank)))
             indexer = IndexerWeights(wq_b, config.index_heads, config.index_topk, keys)
         group_width = config.num_heads // config.o_groups * dim
         wo_a = self.take(prefix + "wo_a.weight", (config.o_groups * config.o_lora_rank, group_width))
         weights = AttentionWeights(
-            w_in=prepared(torch.cat(projections)),
+            w_in=packed(torch.cat(projections)),
             splits=tuple(projection.shape[0] for projection in projections),
             q_norm=self.take(prefix + "q_norm.weight", (config.q_lora_rank,)),
-            wq_b=prepared(self.take(prefix + "wq_b.weight", (config.num_heads * dim, config.q_lora_rank))),
+            wq_b=packed(self.take(prefix + "wq_b.weight", (config.num_heads * dim, config.q_lora_rank))),
             kv_norm=self.take(prefix + "kv_norm.weight", (dim,)),
-            wo_a=tuple(prepared(part) for part in wo_a.chunk(config.o_groups)),
-            wo_b=prepared(self.take(prefix + "wo_b.weight", (width, config.o_groups * config.o_lora_rank))),
+            wo_a=tuple(packed(part) for part in wo_a.chunk(config.o_groups)),
+            wo_b=packed(self.take(prefix + "wo_b.weight", (width, config.o_groups * config.o_lora_rank))),
             sink=self.take(prefix + "attn_sink", (config.num_heads,)),
             compressor=compressor,
             indexer=indexer,
@@ -243,11 +241,10 @@ class _Loader:
     def ffn(self, layer: int) -> MixtureOfExperts:
         config, prefix = self.config, f"layers.{layer}.ffn."
         width, inner, num = config.hidden_size, config.expert_width, config.num_experts
-        gate = prepared(self.take(prefix + "gate.weight", (num, width)))  # first: sizes are checked before they are allocated
+        gate = packed(self.take(prefix + "gate.weight", (num, width)))  # first: sizes are checked before they are allocated
         shared = prefix + "shared_experts."
-        shared_down = prepared(self.take(shared + "w2.weight", (width, inner)))
-        gate_up = prepared(torch.empty(num, 2 * inner, width))
-        down = prepared(torch.empty(num, width, inner))
+        shared_down = packed(self.take(shared + "w2.weight", (width, inner)))
+        gate_up, down = torch.empty(num, 2 * inner, width), torch.empty(num, width, inner)
         for expert in range(num):
             name = f"{prefix}experts.{expert}."
             gate_up[expert, :inner] = self.take(name + "w1.weight", (inner, width))
@@ -260,9 +257,9 @@ class _Loader:
             table=self.take_int(prefix + "gate.tid2eid", (config.vocab_size, config.experts_per_token), 0, num)
             if is_hash
             else None,
-            gate_up=gate_up,
-            down=down,
-            shared_gate_up=prepared(
+            gate_up=packed_each(gate_up),
+            down=packed_each(down),
+            shared_gate_up=packed(
                 torch.cat([self.take(shared + "w1.weight", (inner, width)), self.take(shared + "w3.weight", (inner, width))])
             ),
             shared_down=shared_down,

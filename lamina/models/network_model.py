@@ -22,8 +22,10 @@ from lamina.models.parts_experts import FusedExperts, UngatedExperts
 from lamina.models.parts_latent import Latent
 from lamina.models.parts_scan import ChannelScan, HeadScan, Scaled
 from lamina.models.rope import rope_frequencies
-from lamina.ops.attend_heads import HeadsCase, Past, softcapped
+from lamina.ops.attend_heads import HeadsCase, Past, native, softcapped
 from lamina.ops.gemm import MIN_COLUMNS, linear
+from lamina.ops.native import library
+from lamina.ops.residual.native import add, norm
 from lamina.ops.rope_norm import rope_tables
 from lamina.ops.sequences import Sequences
 from lamina.ops.store import EntryCodec, HeadsCodec, Store
@@ -70,21 +72,32 @@ def _attention(builder: Builder, part: object) -> Layer:
     else:
         past = builder.pasts[part.shares]
     wide = max(dim, MIN_COLUMNS)
-    builder.batched |= {(dim, 64), (dim, 192), (64, wide), (192, wide)}
+    q_norm = head_norm(part.q_norm, part.heads)
+    k_norm = head_norm(part.k_norm, part.kv_heads) if part.shares is None else None
+    biases = stacked("bias") if part.bias else None
+    case = HeadsCase(
+        part.heads, part.kv_heads, part.scale, part.window, part.chunk, part.softcap,
+        builder.take(part.sinks, part.heads) if part.sinks is not None else None,
+    )  # fmt: skip
+    kernels = None
+    if native.refuses(case, past) is None and not any(norm is not None and norm.centres for norm in (q_norm, k_norm)):
+        norms = tuple(None if norm is None else (norm.weight, norm.eps) for norm in (q_norm, k_norm))
+        kernels = native.NativeHeads(
+            case, past, native.Positioning(
+                biases, norms[0], norms[1], part.v_norm_eps, part.norm_all, part.norm_after_rope, part.shares is None,
+                part.is_gated,
+            ), builder.dtype,
+        )  # fmt: skip
+    else:
+        builder.batched |= {(dim, 64), (dim, 192), (64, wide), (192, wide)}
     layer = GroupedAttention(
-        w_in=builder.product(stacked("weight", width)), b_in=stacked("bias") if part.bias else None,
+        w_in=builder.product(stacked("weight", width)), b_in=biases,
         w_out=builder.product(builder.take(f"{part.prefix}.{o_name}.weight", width, part.heads * dim)),
         b_out=builder.take(f"{part.prefix}.{o_name}.bias", width) if part.out_bias else None,
-        past=past, codec=codec,
-        case=HeadsCase(
-            part.heads, part.kv_heads, part.scale, part.window, part.chunk, part.softcap,
-            builder.take(part.sinks, part.heads) if part.sinks is not None else None,
-        ),
-        angle=builder.angle(part.rope), q_norm=head_norm(part.q_norm, part.heads),
-        k_norm=head_norm(part.k_norm, part.kv_heads) if part.shares is None else None,
+        past=past, codec=codec, case=case, angle=builder.angle(part.rope), q_norm=q_norm, k_norm=k_norm,
         v_norm=RmsNorm(None, part.v_norm_eps) if part.v_norm_eps else None, norm_all=part.norm_all,
         norm_after_rope=part.norm_after_rope, is_gated=part.is_gated, shares=part.shares,
-        is_shared=builder.layer in builder.shared, layer=builder.layer, temperature=part.temperature,
+        is_shared=builder.layer in builder.shared, layer=builder.layer, temperature=part.temperature, kernels=kernels,
     )  # fmt: skip
     if layer.is_shared:
         builder.finishing.append(layer.finish)
@@ -158,9 +171,12 @@ class _Residual:
     kept: float
     keeps_normed: bool
     narrows: bool = False
+    by_kernels: bool = False
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         dtype = context.dtype
+        if self.by_kernels:
+            return self._by_kernels(x, context)
         read = x if self.before is None else rounded(self.before.forward(x), dtype)
         found = self.layer.forward(read, context)
         if self.after is not None:
@@ -172,6 +188,16 @@ class _Residual:
         if self.kept == 0:
             return rounded(found, dtype)
         return rounded((x if self.kept == 1 else x * self.kept) + found, dtype)
+
+    def _by_kernels(self, x: Tensor, context: Context) -> Tensor:
+        """The same by the C kernels."""
+        dtype = context.dtype
+        read = x if self.before is None else norm(x, self.before, dtype)
+        found = self.layer.forward(read, context)
+        x = read if self.keeps_normed else x
+        if self.narrows and context.sequences.wanted is not None:
+            x = x.index_select(0, context.sequences.wanted)
+        return add(x, found, self.after, self.scale, self.kept, dtype)
 
 
 class NetworkModel:
@@ -204,7 +230,7 @@ class NetworkModel:
                 x = part.forward(x, context)
         for finish in self.finishing:
             finish(context)
-        x = self.norm.forward(x)
+        x = norm(x, self.norm, torch.float32) if library() is not None else self.norm.forward(x)
         if self.narrows and sequences.wanted is not None:
             num = len(sequences.pieces)
             return x.new_zeros(tokens.shape[0], x.shape[1]).index_copy_(0, sequences.wanted[:num], x[:num])
@@ -278,4 +304,5 @@ def _residual(builder: Builder, branch: Branch) -> _Residual:
     layer = builder.build(branch.part)
     before = builder.norm(branch.before, builder.width) if branch.before is not None else None
     after = builder.norm(branch.after, builder.width) if branch.after is not None else None
-    return _Residual(layer, before, after, branch.scale, branch.kept, branch.keeps_normed)
+    by_kernels = library() is not None and builder.network.opening is None
+    return _Residual(layer, before, after, branch.scale, branch.kept, branch.keeps_normed, by_kernels=by_kernels)

@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lamina.ops import native
 from lamina.ops.gemm import padded_rows
-from lamina.ops.sample import SampleBatch, allowed_tokens, sample, token_logprobs
+from lamina.ops.sample import SampleBatch, allowed_tokens, most_likely, sample, token_logprobs
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
@@ -65,6 +66,7 @@ class Runner:
     def execute(self, step: Step) -> StepResult:
         """Runs one step to its end. A small one runs on one thread: the bits are the same, and waking others costs more."""
         threads = torch.get_num_threads()
+        native.use_threads(threads)
         torch.set_num_threads(1 if step.num_tokens <= _ONE_THREAD_TOKENS else threads)
         try:
             return self._execute(step)
@@ -121,18 +123,11 @@ class Runner:
         stops: list[int] = []
         for part in step.slices:
             stops.append((stops[-1] if stops else 0) + part.stop - part.start)
-        rows = []
-        for item in step.samples:
-            if item.slice_index is not None:
-                assert hidden is not None
-                rows.append(hidden[stops[item.slice_index] - 1])
-            else:
-                store = self.arena.hidden
-                assert store is not None
-                page = torch.tensor([item.slot[store.slot_column]], device=self.device)
-                rows.append(store.read_first(page)[0])
-        num = len(rows)
-        logits = self._padded_logits(torch.stack(rows))[:num]
+        logits = self._padded_logits(self._sampled_rows(step.samples, stops, hidden))[: len(step.samples)]
+        if all(_takes_best(item) for item in step.samples):
+            best, peaks = most_likely(logits)
+            if all(map(math.isfinite, peaks)):
+                return tuple(best), self._logprobs(step.samples, logits, best)
         batch = sample_batch(step.samples, logits.shape[1], self.device)
         is_bad = ~logits.amax(dim=-1).isfinite()  # NaN if any is
         if batch.mask_rows is not None and batch.mask_words is not None:
@@ -143,6 +138,26 @@ class Runner:
         tokens = sample(logits, batch).tolist()
         logprobs = self._logprobs(step.samples, logits, tokens)
         return tuple(None if bad else token for bad, token in zip(is_bad.tolist(), tokens, strict=True)), logprobs
+
+    def _sampled_rows(self, samples: Sequence[Sample], stops: Sequence[int], hidden: Tensor | None) -> Tensor:
+        """[S, D] final hidden vectors; `stops`: of each slice, the row after its last."""
+        lasts = [stops[item.slice_index] - 1 for item in samples if item.slice_index is not None]
+        if len(lasts) == len(samples):
+            assert hidden is not None
+            if lasts == list(range(len(lasts))):
+                return hidden[: len(lasts)]
+            return hidden.index_select(0, torch.tensor(lasts, dtype=torch.int64, device=self.device))
+        rows = []
+        for item in samples:
+            if item.slice_index is not None:
+                assert hidden is not None
+                rows.append(hidden[stops[item.slice_index] - 1])
+            else:
+                store = self.arena.hidden
+                assert store is not None
+                page = torch.tensor([item.slot[store.slot_column]], device=self.device)
+                rows.append(store.read_first(page)[0])
+        return torch.stack(rows)
 
     def _logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
         found: list[TokenLogprobs | None] = [None] * len(samples)
@@ -162,11 +177,16 @@ def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogp
     return [TokenLogprobs(token, value, rank, tuple(ids), tuple(tops)) for token, value, rank, ids, tops in columns]
 
 
+def _takes_best(item: Sample) -> bool:
+    """Whether the token is the most likely one of the logits as they are."""
+    params = item.params
+    return not (params.temperature or params.has_penalties or params.logit_bias or item.banned or item.mask is not None)
+
+
 def sample_batch(samples: Sequence[Sample], vocab_size: int, device: torch.device) -> SampleBatch:
     """The samples' settings as arrays; [S, V] tables only where a penalty asks for them."""
     params = [item.params for item in samples]
-    is_edited = any(item.banned or item.mask is not None for item in samples)
-    if all(p.is_greedy and not p.has_penalties and not p.logit_bias for p in params) and not is_edited:
+    if all(_takes_best(item) for item in samples):
         return SampleBatch.greedy(len(samples), device)
 
     def reals(values: list[float]) -> Tensor:

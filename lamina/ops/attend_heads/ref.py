@@ -153,12 +153,15 @@ def store_rows(own: tuple[Tensor, ...], past: Past, sequences: Sequences) -> Non
 
 def keep_rows(own: tuple[Tensor, ...], store: Store, sequences: Sequences) -> None:
     """The same for rows that are no keys and values."""
-    rows, are_first, pages, where = sequences.remember(
-        ("places", store.place, store.rows_per_page), lambda: _places(store, sequences)
-    )
+    rows, are_first, pages, where = places_of(store, sequences)
     num = rows.shape[0]
     if num:
         store.write(pages, where, tuple(part[:num] if are_first else part.index_select(0, rows) for part in own))
+
+
+def places_of(store: Store, sequences: Sequences) -> tuple[Tensor, bool, Tensor, Tensor]:
+    """(rows of the step, whether they are its first, pages, rows of these pages) of what is kept of the step."""
+    return sequences.remember(("places", store.place, store.rows_per_page), lambda: _places(store, sequences))
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -270,7 +273,6 @@ def _single(case: HeadsCase, sequences: Sequences, columns: int, members: Sequen
 
 
 def _places(store: Store, sequences: Sequences) -> tuple[Tensor, bool, Tensor, Tensor]:
-    """(rows of the step, whether they are its first, pages, rows of these pages) of what is kept of the step."""
     size = store.rows_per_page
     if store.place.kind == "slot":
         key = ("tails of a ring", size)

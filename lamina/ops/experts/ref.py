@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lamina.ops.experts.packed import Activation
-from lamina.ops.gemm import linear, padded_rows
+from lamina.ops.gemm import Weight, Weights, linear, padded_rows
 from lamina.ops.quantise import dequantise_fp4, dequantise_fp8, quantise_fp8
 
 _ACTIVATION_BLOCK = 128
@@ -32,7 +32,7 @@ _PLAIN = Gating()
 
 
 def swiglu(
-    x: Tensor, gate_up: Tensor, down: Tensor, limit: float, weight: Tensor | None = None, gating: Gating = _PLAIN, expert: int = 0
+    x: Tensor, gate_up: Weight, down: Weight, limit: float, weight: Tensor | None = None, gating: Gating = _PLAIN, expert: int = 0
 ) -> Tensor:
     """x [N, D], gate_up [2I, D] (gate rows first), down [D, I], weight [N, 1] or None, limit 0 = no clamp -> [N, D] fp32.
 
@@ -61,7 +61,7 @@ def swiglu(
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float, row_multiple: int = 1,
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Weights, down: Weights, limit: float, row_multiple: int = 1,
     gating: Gating = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """Sum over each token's experts, added in ascending expert order.
@@ -70,7 +70,7 @@ def experts(
     row_multiple  rows given to each product are a multiple of it.   Returns [T, D] fp32.
     """
     top_k = chosen.shape[1]
-    places: list[list[int]] = [[] for _ in range(gate_up.shape[0])]  # of each expert, in the flattened choices
+    places: list[list[int]] = [[] for _ in range(len(gate_up))]  # of each expert, in the flattened choices
     for place, expert in enumerate(chosen.flatten().tolist()):
         places[expert].append(place)
     share = weights.reshape(-1, 1)
@@ -78,10 +78,11 @@ def experts(
     for expert, own in enumerate(places):
         if own:
             at = torch.tensor(own, device=x.device)
-            rows, num = at // top_k, padded_rows(len(own), row_multiple)
-            inputs, weight = x.new_zeros(num, x.shape[1]), share.new_zeros(num, 1)
-            inputs[: len(own)] = x.index_select(0, rows)
-            weight[: len(own)] = share.index_select(0, at)
+            rows, num = at // top_k, padded_rows(len(own), row_multiple if isinstance(gate_up, Tensor) else 1)
+            inputs, weight = x.index_select(0, rows), share.index_select(0, at)
+            if num > len(own):
+                inputs = torch.cat([inputs, inputs.new_zeros(num - len(own), x.shape[1])])
+                weight = torch.cat([weight, weight.new_zeros(num - len(own), 1)])
             found = swiglu(inputs, gate_up[expert], down[expert], limit, weight, gating, expert)
             out.index_add_(0, rows, found[: len(own)])
     return out

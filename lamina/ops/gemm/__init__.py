@@ -3,7 +3,9 @@
 linear(x, weight)        [rows, in] x [out, in] -> [rows, out] fp32.
 batched_linear(x, m)     [B, rows, in] x [B, in, out] -> [B, rows, out] fp32; never fewer than MIN_COLUMNS columns inside.
 prepared(weight)         the same weight in the order of bytes that products read fastest; done once, at load.
-packed(weight)           the same in the order of the machine's library, for `linear` alone.
+packed(weight)           the same as the machine multiplies with it fastest, for `linear` alone.
+packed_each(weights)     of each of several, [E, out, in].
+Weight                   what `linear` reads: a tensor, or one that is packed for the C kernels.
 padded_rows(n, m)        rows to give a product so that no row's bits depend on how many others there are.
 stable_row_multiple(s)   start-up search for that m on this machine.
 
@@ -19,11 +21,14 @@ On GPUs: `triton.py`, which needs Triton.
 
 from lamina.ops.gemm.ref import (
     MIN_COLUMNS,
+    Weight,
+    Weights,
     batched_linear,
     grouped_linear,
     linear,
     linear_stored,
     packed,
+    packed_each,
     padded_rows,
     prepared,
     quantise_rows,
@@ -37,12 +42,15 @@ __all__ = [
     "Activation",
     "GemmCase",
     "StoredWeight",
+    "Weight",
+    "Weights",
     "batched_linear",
     "empty_activation",
     "grouped_linear",
     "linear",
     "linear_stored",
     "packed",
+    "packed_each",
     "padded_rows",
     "prepared",
     "quantise_rows",

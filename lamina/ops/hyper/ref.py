@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Mixer:
     fn [2S + S*S or S, S*D] fp32.   base [rows].   scale [rows], the mixer's three scales (or the head's one) repeated.
     """
 
-    fn: Tensor
+    fn: Weight
     base: Tensor
     scale: Tensor
     iterations: int

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lamina.ops.sample import ref
 from lamina.ops.sample.batch import SampleBatch
-from lamina.ops.sample.ref import allowed_tokens
+from lamina.ops.sample.ref import allowed_tokens, most_likely
 
-__all__ = ["SampleBatch", "allowed_tokens", "sample", "token_logprobs"]
+__all__ = ["SampleBatch", "allowed_tokens", "most_likely", "sample", "token_logprobs"]
 
 
 def sample(logits: Tensor, batch: SampleBatch) -> Tensor:

@@ -29,6 +29,16 @@ def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
     return tokens
 
 
+def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Of each row of logits [S, V] its most likely token, the first of equals, and that logit; NaN if the row has any."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        ids = values.argmax(axis=1)  # many times as fast as PyTorch's
+        return ids.tolist(), values[range(len(ids)), ids].tolist()
+    peaks, tokens = logits.max(dim=-1)
+    return tokens.tolist(), peaks.tolist()
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lamina.ops.sample.token_logprobs`."""
     _refuse_bad_rows(logits)
