@@ -130,9 +130,7 @@ class DeviceAttention:
             keys = part(results, "index_values"), part(results, "index_gates")
             compress_pair(self.folding, values, gates, self.indexer.folding, *keys, *starts, rows)
 
-    def _queries(
-        self, low: Activation, turns: Turns, order: Order, chosen: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def _queries(self, low: Activation, turns: Turns, order: Order, chosen: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """q [T, H, d], rotated; the indexer's queries, encoded, where entries must be chosen."""
         stack, indexer = self.wq_b, self.indexer
         results = []

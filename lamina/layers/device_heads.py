@@ -1,6 +1,6 @@
 """The layers of `heads.py` and `sparse.py` on a GPU: weights as stored, the ops' kernels."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lamina.layers.stored import without_codes
 from lamina.ops.attend_heads import HeadsCase, Past
-from lamina.ops.attend_heads.triton import attend_heads, keep_rows, project_heads
+from lamina.ops.attend_heads.triton import attend_heads, gate_heads, keep_rows, project_heads
+from lamina.ops.experts import Gating
 from lamina.ops.experts.plain import PlainExperts, experts_plain
 from lamina.ops.gated.triton import gated
 from lamina.ops.gemm.stored import Activation, StoredWeight
@@ -27,6 +28,7 @@ class DeviceContext:
 
     angles  (cos, sin) [T, r / 2] fp32 of each rotary embedding.   dtype  what is kept between products.
     has_fp8 products with fp8 weights multiply fp8 rows.   max_context  no request has more tokens after the step.
+    is_strict  bits never depend on where a request is cut.   own  the step's rows of layers that others read, by layer.
     """
 
     rows: Rows
@@ -35,6 +37,8 @@ class DeviceContext:
     angles: tuple[tuple[Tensor, Tensor], ...]
     dtype: torch.dtype
     has_fp8: bool
+    is_strict: bool = False
+    own: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     _warmths: dict[tuple[float, float, float], Tensor] = field(default_factory=dict)
 
     def warmth(self, temperature: tuple[float, float, float] | None) -> Tensor | None:
@@ -50,6 +54,12 @@ class DeviceContext:
     def times(self, x: Activation, weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         """x @ weight.T; fp8 codes meet fp8 weights alone."""
         return linear(x if weight.is_fp8 else without_codes(x), weight, dtype, self.order)
+
+
+def row_means(x: Tensor, context: DeviceContext) -> Tensor:
+    """The mean of each row of x [T, n] fp32, [T, 1]: a product, so that its bits depend on no other row."""
+    ones = StoredWeight(torch.ones(1, x.shape[1], dtype=torch.float32, device=x.device))
+    return context.times(Activation(x.contiguous()), ones, torch.float32) * (1 / x.shape[1])
 
 
 class DeviceLayer(Protocol):
@@ -74,6 +84,9 @@ class DeviceLayer(Protocol):
 class DeviceHeads:
     """`heads.GroupedAttention`; w_in and the norms have dims in the checkpoint's order, of which the first r turn.
 
+    is_gated  w_in has the rows of each head's gate behind those of its query.
+    shares  the layer whose rows are read instead of own ones: w_in then has queries alone.   is_shared  others read this layer's.
+
     bias  of the result, which whoever takes it adds.
     """
 
@@ -90,6 +103,10 @@ class DeviceHeads:
     v_norm_eps: float = 0.0
     norm_after_rope: bool = False
     temperature: tuple[float, float, float] | None = None
+    is_gated: bool = False
+    shares: int | None = None
+    is_shared: bool = False
+    layer: int = 0
 
     @property
     def reads_fp8(self) -> bool:
@@ -101,15 +118,31 @@ class DeviceHeads:
         rows, dtype = context.rows, context.dtype
         both = context.times(x, self.w_in, dtype if self.b_in is None else torch.float32)
         turns = None if self.angle is None else context.angles[self.angle]
+        case = self.case if self.shares is None else replace(self.case, kv_heads=0)
         queries, own = project_heads(
-            both, self.b_in, self.case, self.past, rows, dtype, turns, self.is_pairs, self.q_norm, self.k_norm, self.v_norm_eps,
-            self.norm_after_rope, context.warmth(self.temperature),
+            both, self.b_in, case, self.past, rows, dtype, turns, self.is_pairs, self.q_norm, self.k_norm, self.v_norm_eps,
+            self.norm_after_rope, context.warmth(self.temperature), self.is_gated,
         )  # fmt: skip
+        if self.shares is not None:
+            own = context.own[self.shares]
         out = attend_heads(queries, own, self.past, self.case, rows, context.order, context.max_context)
-        if own and not rows.is_single:
-            keep_rows(own, self.past.store, rows)
+        if self.is_shared:
+            context.own[self.layer] = own
+        elif self.shares is None:
+            self._keep(own, rows)
+        if self.is_gated:
+            gate_heads(out, both, self.b_in, self.case.heads, rows)
         read = quantise_rows(out) if context.has_fp8 and self.w_out.is_fp8 else Activation(out)
         return context.times(read, self.w_out, dtype if self.bias is None else torch.float32)
+
+    def finish(self, context: DeviceContext) -> None:
+        """After the last layer: keeps rows that other layers have read."""
+        if self.is_shared:
+            self._keep(context.own[self.layer], context.rows)
+
+    def _keep(self, own: tuple[Tensor, ...], rows: Rows) -> None:
+        if self.past.store.place.kind == "slot" and not rows.is_single:
+            keep_rows(own, self.past.store, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +156,7 @@ class DeviceMlp:
     activation: str
     has_gate: bool = True
     multipliers: tuple[float, float] = (1.0, 1.0)
+    cut: float | None = None
 
     @property
     def reads_fp8(self) -> bool:
@@ -134,27 +168,56 @@ class DeviceMlp:
         dtype = context.dtype
         is_exact = dtype == torch.float32 or self.b_in is None
         wide = context.times(x, self.w_in, dtype if is_exact else torch.float32)
-        has_codes = context.has_fp8 and self.w_out.is_fp8
-        inner = gated(wide, self.b_in, self.activation, self.has_gate, self.multipliers[0], dtype, has_codes)
+        has_codes, bias = context.has_fp8 and self.w_out.is_fp8, self.b_in
+        if self.cut is not None:
+            wide, bias = self._cut(wide, self.cut, context), None
+        inner = gated(wide, bias, self.activation, self.has_gate, self.multipliers[0], dtype, has_codes)
         scale = self.multipliers[1]
         found = context.times(inner, self.w_out, dtype if self.bias is None and scale == 1 else torch.float32)
         return found if scale == 1 else found * scale
 
+    def _cut(self, wide: Tensor, cut: float, context: DeviceContext) -> Tensor:
+        """[gate | up] with what lies above each gate row's mean and `cut` standard deviations, else 0, in place of the gate."""
+        gate, up = (wide.float() if self.b_in is None else wide.float() + self.b_in).chunk(2, dim=1)
+        gate = gate - row_means(gate, context)
+        gate = (gate - row_means(gate * gate, context).sqrt() * cut).clamp(min=0)
+        return torch.cat([gate, up], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProjection:
+    """`projection.Projection`; bias fp32."""
+
+    weight: StoredWeight
+    bias: Tensor | None = None
+
+    def forward(self, x: Activation, context: DeviceContext, dtype: torch.dtype) -> Tensor:
+        """x [T, in] -> [T, out], rounded to `dtype`."""
+        if self.bias is None:
+            return context.times(x, self.weight, dtype)
+        return (context.times(x, self.weight, torch.float32) + self.bias).to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRouter:
-    """kind, top_k, normalises, scale  as `models.network.Router` says.   bias  [E] fp32, for the selection alone."""
+    """kind, top_k, normalises, scale, groups, kept  as `models.network.Router` says.   bias  [E] fp32, for the selection alone."""
 
     kind: str
     top_k: int
     normalises: bool
     scale: float
     bias: Tensor | None = None
+    groups: int = 1
+    kept: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSparse:
-    """`sparse.SparseMlp` with experts that are gated by silu.   limit  of the gate, 0: none."""
+    """`sparse.SparseMlp`.
+
+    gate_bias  [E] fp32, of the logits.   limit, gating  as `ops/experts` says.
+    enter, leave  the routed experts read enter(x), and give to leave.
+    """
 
     gate: StoredWeight
     router: DeviceRouter
@@ -162,10 +225,14 @@ class DeviceSparse:
     shared: DeviceMlp | None = None
     shared_gate: StoredWeight | None = None
     limit: float = 0.0
+    gate_bias: Tensor | None = None
+    gating: Gating = field(default_factory=Gating)
+    enter: DeviceProjection | None = None
+    leave: DeviceProjection | None = None
 
     @property
     def bias(self) -> Tensor | None:
-        """None: experts have none."""
+        """None: it is added here."""
         return None
 
     @property
@@ -177,15 +244,27 @@ class DeviceSparse:
         """x [T, D] -> [T, D]; rows of padding visit no routed expert."""
         router = self.router
         logits = context.times(x, self.gate, torch.float32)
+        if self.gate_bias is not None:
+            logits = logits + self.gate_bias
         chosen, weights = route_plain(
-            logits, router.bias, router.kind, router.top_k, router.normalises, router.scale, context.rows
+            logits, router.bias, router.kind, router.top_k, router.normalises, router.scale, context.rows, router.groups,
+            router.kept,
         )  # fmt: skip
         shared = None
         if self.shared is not None:
             shared = self.shared.forward(x, context)
+            if self.shared.bias is not None:
+                shared = shared + self.shared.bias
             if self.shared_gate is not None:
                 shared = shared.float() / (torch.exp(-context.times(x, self.shared_gate, torch.float32)) + 1)
-        return experts_plain(x, chosen, weights, self.experts, self.limit, shared, context.dtype)
+        read = x if self.enter is None else Activation(self.enter.forward(x, context, context.dtype))
+        if self.leave is None:
+            return experts_plain(
+                read, chosen, weights, self.experts, self.limit, shared, context.dtype, gating=self.gating
+            )  # fmt: skip
+        routed = experts_plain(read, chosen, weights, self.experts, self.limit, None, context.dtype, gating=self.gating)
+        found = self.leave.forward(Activation(routed), context, torch.float32 if shared is not None else context.dtype)
+        return found if shared is None else (found.to(context.dtype).float() + shared).to(context.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.base.errors import WeightError
+from lamina.base.errors import ConfigError, WeightError
 from lamina.base.log import event, get_logger
 from lamina.layers.branch import Branch
 from lamina.layers.device_attention import DeviceAttention, DeviceIndexer, Turns
@@ -131,9 +131,11 @@ def load_device_model(
 
     activation  fp8: products with quantised weights read fp8 rows (as the model was trained); bf16: they read bf16.
     only_portable  no kernel is chosen that runs on one kind of GPU only.
-    Raises WeightError for a missing, misshapen or unused tensor.
+    Raises WeightError for a missing, misshapen or unused tensor; ConfigError for a window that is too large.
     """
     found = {spec.key: stores(spec.key) for spec in store_specs(config, formats)}
+    if any(store.place.kind == "window" for store in found.values()):
+        raise ConfigError("device", str(device), "cpu (windows too large for a slot have no GPU kernels for this model yet)")
     model = _DeviceLoader(config, source, dtype, found, device, machine, activation, only_portable).model()
     source.finish()
     return model
@@ -259,9 +261,7 @@ class _DeviceLoader:
         gate = self.weight(prefix + "gate.weight", (num, width))
         shared = prefix + "shared_experts."
         down = self.weight(shared + "w2.weight", (width, inner))
-        gate_up = [
-            Part(name, self.weight(f"{shared}{name}.weight", (inner, width)), torch.float32) for name in ("w1", "w3")
-        ]
+        gate_up = [Part(name, self.weight(f"{shared}{name}.weight", (inner, width)), torch.float32) for name in ("w1", "w3")]
         joined = self.joined(gate_up)
         experts = self.experts(prefix + "experts.", num, width, inner)
         is_hash = layer < config.num_hash_layers

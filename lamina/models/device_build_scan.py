@@ -31,11 +31,11 @@ def build_channel_scan(builder: DeviceBuilder, part: object) -> DeviceLayer:
     norms = tuple((builder.take(f"{prefix}.{name}_layernorm.weight", n), part.eps) for name, n in widths.items())
     return DeviceChannelScan(
         entry=_projection(builder, f"{prefix}.in_proj", 2 * channels, part.bias, None),
-        convolution=_convolution(builder, f"{prefix}.conv1d", channels, part.kernel, part.conv_bias, part.stored),
+        convolution=build_convolution(builder, f"{prefix}.conv1d", channels, part.kernel, part.conv_bias, part.stored),
         chosen=builder.weight(f"{prefix}.x_proj.weight", rank + 2 * size, channels), norms=(norms[0], norms[1], norms[2]),
         steps=builder.weight(f"{prefix}.dt_proj.weight", channels, rank),
         selection=_selection(builder, prefix, (channels, size), builder.take(f"{prefix}.dt_proj.bias", channels)),
-        store=_state(builder, channels * size, part.stored),
+        store=build_state(builder, channels * size, part.stored),
         w_out=builder.weight(f"{prefix}.out_proj.weight", builder.width, channels),
         bias=builder.take(f"{prefix}.out_proj.bias", builder.width) if part.bias else None,
     )  # fmt: skip
@@ -55,9 +55,9 @@ def build_head_scan(builder: DeviceBuilder, part: object) -> DeviceLayer:
         norm = GroupNorm(builder.take(f"{prefix}.norm.weight", inner), part.norm_eps, part.groups, part.before_gate)
     return DeviceHeadScan(
         entry=_projection(builder, f"{prefix}.in_proj", sum(sizes), part.in_bias, factors),
-        convolution=_convolution(builder, f"{prefix}.conv1d", inner + 2 * mixed, part.kernel, part.conv_bias, part.stored),
+        convolution=build_convolution(builder, f"{prefix}.conv1d", inner + 2 * mixed, part.kernel, part.conv_bias, part.stored),
         selection=_selection(builder, prefix, (heads,), builder.take(f"{prefix}.dt_bias", heads), part.limits),
-        store=_state(builder, inner * part.size, part.stored), norm=norm,
+        store=build_state(builder, inner * part.size, part.stored), norm=norm,
         w_out=builder.weight(f"{prefix}.out_proj.weight", builder.width, inner),
         bias=builder.take(f"{prefix}.out_proj.bias", builder.width) if part.out_bias else None,
         shape=(heads, part.width, part.groups, part.size),
@@ -75,7 +75,7 @@ def _projection(builder: DeviceBuilder, name: str, rows: int, bias: bool, factor
     return DeviceProjection(weight, builder.take(f"{name}.bias", rows) if bias else None, factors)
 
 
-def _convolution(
+def build_convolution(
     builder: DeviceBuilder, prefix: str, channels: int, kernel: int, bias: bool, stored: Stored
 ) -> DeviceConvolution:  # fmt: skip
     """`{prefix}.weight` [C, 1, W] and `{prefix}.bias` [C], and the window "conv"."""
@@ -97,7 +97,7 @@ def _selection(
     return Selection(rates, builder.take(f"{prefix}.D", decay[0]), step_bias, limits)
 
 
-def _state(builder: DeviceBuilder, numbers: int, stored: Stored) -> Store:
+def build_state(builder: DeviceBuilder, numbers: int, stored: Stored) -> Store:
     return _store(builder, "state", "state", StateCodec(numbers, stored.state))
 
 

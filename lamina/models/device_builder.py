@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lamina.base.errors import ConfigError, WeightError
+from lamina.base.errors import WeightError
 from lamina.base.log import event, get_logger
 from lamina.layers.device_heads import DeviceHeads, DeviceLayer, DeviceMlp, DeviceRouter, DeviceSparse, DeviceSum, HeadNorm
 from lamina.layers.entries import StoreKey
@@ -34,6 +34,7 @@ class DeviceBuilder:
     """What builders work with: the checkpoint's tensors, each once, and the stores of the arena.
 
     stores  gives the store of a key with a codec.   builders  how each kind of part is built.
+    shared  layers whose keys and values others read.   pasts  where those of each layer lie.
     """
 
     network: Network
@@ -45,6 +46,8 @@ class DeviceBuilder:
     builders: Mapping[type, Callable[["DeviceBuilder", object], DeviceLayer]]
     layer: int = 0
     ropes: list[Rope] = field(default_factory=list)
+    shared: frozenset[int] = frozenset()
+    pasts: dict[int, Past] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -88,10 +91,7 @@ class DeviceBuilder:
 
     def past(self, memory: str, codec: HeadsCodec) -> Past:
         """Where the rows of the layer that is being built lie."""
-        store = self.stores(StoreKey(self.layer, memory, tuple(name for name, _, _ in codec.fields)), codec)
-        if store.place.kind == "window":
-            raise ConfigError("device", str(self.device), f"cpu (the {memory} of layer {self.layer}: {LARGE_WINDOWS})")
-        return Past(store, codec)
+        return Past(self.stores(StoreKey(self.layer, memory, tuple(name for name, _, _ in codec.fields)), codec), codec)
 
     def norm(self, norm: Norm) -> VectorNorm:
         """A norm of the residual with its weight."""
@@ -122,17 +122,14 @@ class DeviceBuilder:
         return self.builders[type(part)](self, part)
 
 
+#: of anything but keys and values
 LARGE_WINDOWS = "windows too large for a slot have no GPU kernels yet"
 
 
 def refuses_attention(part: Attention, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
-    for is_there, what in (
-        (part.norm_all, "norms over all heads' dims"), (part.is_gated, "gated attention"),
-        (part.shares is not None, "layers that share their keys and values"),
-    ):  # fmt: skip
-        if is_there:
-            return f"{what}: no GPU kernels yet"
+    if part.norm_all:
+        return "norms over all heads' dims: no GPU kernels yet"
     if any(norm is not None and norm.kind == "layer" for norm in (part.q_norm, part.k_norm)):
         return "layer norms of heads: no GPU kernels yet"
     return heads_refuse(machine, part.dim)
@@ -143,27 +140,35 @@ def build_attention(builder: DeviceBuilder, part: object) -> DeviceLayer:
     assert isinstance(part, Attention)
     q_name, k_name, v_name, o_name = (f"{part.prefix}.{name}" for name in part.names)
     width, dim = builder.width, part.dim
-    names, rows = [q_name, k_name, v_name], [part.heads * dim, part.kv_heads * dim, part.kv_heads * dim]
+    names, rows = [q_name, k_name, v_name], [(1 + part.is_gated) * part.heads * dim, part.kv_heads * dim, part.kv_heads * dim]
+    is_reader = part.shares is not None
+    if part.shares is not None:
+        names, rows, past = names[:1], rows[:1], builder.pasts[part.shares]
+    else:
+        past = builder.past(part.memory, HeadsCodec(part.kv_heads, dim, dim, builder.cache_format))
+        builder.pasts[builder.layer] = past
     return DeviceHeads(
         w_in=builder.joined([f"{name}.weight" for name in names], rows),
         b_in=builder.biases([f"{name}.bias" for name in names], rows) if part.bias else None,
         w_out=builder.weight(f"{o_name}.weight", width, part.heads * dim),
         bias=builder.take(f"{o_name}.bias", width) if part.out_bias else None,
-        past=builder.past(part.memory, HeadsCodec(part.kv_heads, dim, dim, builder.cache_format)),
+        past=past,
         case=HeadsCase(
             part.heads, part.kv_heads, part.scale, part.window, part.chunk, part.softcap,
             builder.take(part.sinks, part.heads) if part.sinks is not None else None,
         ),
         angle=builder.angle(part.rope), is_pairs=part.rope is not None and part.rope.is_pairs,
-        q_norm=builder.head_norm(part.q_norm, dim), k_norm=builder.head_norm(part.k_norm, dim), v_norm_eps=part.v_norm_eps,
-        norm_after_rope=part.norm_after_rope, temperature=part.temperature,
+        q_norm=builder.head_norm(part.q_norm, dim), k_norm=None if is_reader else builder.head_norm(part.k_norm, dim),
+        v_norm_eps=0.0 if is_reader else part.v_norm_eps,
+        norm_after_rope=part.norm_after_rope, temperature=part.temperature, is_gated=part.is_gated,
+        shares=part.shares, is_shared=builder.layer in builder.shared, layer=builder.layer,
     )  # fmt: skip
 
 
 def refuses_mlp(part: Mlp, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
-    if part.cut is not None:
-        return "gates that are cut below a quantile: no GPU kernels yet"
+    if part.cut is not None and part.multipliers[0] != 1:
+        return "gates that are cut below a quantile and multiplied: no GPU kernels yet"
     return None if part.activation in ACTIVATIONS else f"activation {part.activation}: no GPU kernels yet"
 
 
@@ -179,26 +184,29 @@ def build_mlp(builder: DeviceBuilder, part: object) -> DeviceMlp:
         w_out=builder.weight(f"{part.prefix}.{down}.weight", builder.width, part.width),
         bias=builder.take(f"{part.prefix}.{down}.bias", builder.width) * part.multipliers[1] if part.bias else None,
         activation=part.activation, has_gate=gate is not None or part.is_fused, multipliers=part.multipliers,
+        cut=part.cut,
     )  # fmt: skip
 
 
 def refuses_experts(part: Experts, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
-    if part.router.groups > 1:
-        return "routing in groups: no GPU kernels yet"
-    if part.shared is not None:
-        if part.shared.bias:
-            return "a shared expert with biases: no GPU kernels yet"
-        if why := refuses_mlp(part.shared, machine):
-            return why
-    return route_refuses(machine, RouteCase(part.num, part.router.top_k))
+    return refuses_routed(part.router, part.num, part.shared, machine)
+
+
+def refuses_routed(router: Router, num: int, shared: Mlp | None, machine: Machine) -> str | None:
+    """Why routing among `num` experts and the shared one are not served, or None."""
+    if router.groups > 1 and router.kind not in ("softmax", "sigmoid"):
+        return f"routing in groups by {router.kind}: no GPU kernels"
+    if shared is not None and (why := refuses_mlp(shared, machine)):
+        return why
+    return route_refuses(machine, RouteCase(num, router.top_k))
 
 
 def build_experts(builder: DeviceBuilder, part: object) -> DeviceLayer:
     """The layer of an `Experts`."""
     assert isinstance(part, Experts)
     width, inner = builder.width, part.width
-    gate_up, down = _Gathered(part.num, 2, builder.dtype), _Gathered(part.num, 1, builder.dtype)
+    gate_up, down = GatheredExperts(part.num, 2, builder.dtype), GatheredExperts(part.num, 1, builder.dtype)
     for expert in range(part.num):
         names = [f"{part.prefix}.experts.{expert}.{name}.weight" for name in part.names]
         for number, name in enumerate(names[:2]):
@@ -206,17 +214,18 @@ def build_experts(builder: DeviceBuilder, part: object) -> DeviceLayer:
         down.put(names[2], expert, 0, builder.stored(names[2], width, inner))
     shared = build_mlp(builder, part.shared) if part.shared is not None else None
     return DeviceSparse(
-        gate=builder.weight(part.gate, part.num, width), router=_router(builder, part.router, part.num),
+        gate=builder.weight(part.gate, part.num, width), router=build_router(builder, part.router, part.num),
         experts=PlainExperts(gate_up.experts(), down.experts()), shared=shared,
         shared_gate=builder.weight(part.shared_gate, 1, width) if part.shared_gate is not None else None,
     )  # fmt: skip
 
 
-def _router(builder: DeviceBuilder, router: Router, num: int) -> DeviceRouter:
+def build_router(builder: DeviceBuilder, router: Router, num: int) -> DeviceRouter:
     bias = builder.take(router.bias, num) if router.bias is not None else None
     is_chosen = router.kind in ("chosen", "chosen_sigmoid")  # whose weights are as they are
     return DeviceRouter(
-        router.kind, router.top_k, router.normalises and not is_chosen, 1.0 if is_chosen else router.scale, bias
+        router.kind, router.top_k, router.normalises and not is_chosen, 1.0 if is_chosen else router.scale, bias,
+        router.groups, router.kept,
     )  # fmt: skip
 
 
@@ -226,7 +235,7 @@ def build_parallel(builder: DeviceBuilder, part: object) -> DeviceLayer:
     return DeviceSum(tuple(builder.build(each) for each in part.parts))
 
 
-class _Gathered:
+class GatheredExperts:
     """One matrix of every expert, [E, parts * rows, columns] as stored, filled one after another."""
 
     def __init__(self, num: int, parts: int, dtype: torch.dtype) -> None:

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lamina.layers.device_altup import DeviceStreams
 from lamina.layers.device_heads import DeviceContext, DeviceLayer
 from lamina.layers.entries import StoreKey
+from lamina.models.device_build_altup import build_streams, refuses_altup
+from lamina.models.device_build_delta import build_decayed, build_delta, refuses_decayed, refuses_delta
+from lamina.models.device_build_experts import build_fused, build_ungated, refuses_fused, refuses_ungated
+from lamina.models.device_build_latent import FP8_LATENTS, build_latent, refuses_latent
 from lamina.models.device_build_scan import build_channel_scan, build_head_scan, build_scaled, refuses_scan
 from lamina.models.device_builder import (
     DeviceBuilder,
@@ -23,6 +28,11 @@ from lamina.models.device_builder import (
     refuses_mlp,
 )
 from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Parallel, parts_of
+from lamina.models.network_model import attentions
+from lamina.models.parts_altup import AltUpLayer, Closing, Opening
+from lamina.models.parts_delta import DecayedAttention, DeltaRule
+from lamina.models.parts_experts import FusedExperts, UngatedExperts
+from lamina.models.parts_latent import Latent
 from lamina.models.parts_scan import ChannelScan, HeadScan, Scaled
 from lamina.models.rope import rope_frequencies
 from lamina.ops.attend_heads import softcapped
@@ -41,11 +51,16 @@ from lamina.weights.loader import TensorSource
 DEVICE_BUILDERS: Mapping[type, Callable[[DeviceBuilder, object], DeviceLayer]] = {
     Attention: build_attention,
     ChannelScan: build_channel_scan,
+    DecayedAttention: build_decayed,
+    DeltaRule: build_delta,
     Experts: build_experts,
+    FusedExperts: build_fused,
     HeadScan: build_head_scan,
+    Latent: build_latent,
     Mlp: build_mlp,
     Parallel: build_parallel,
     Scaled: build_scaled,
+    UngatedExperts: build_ungated,
 }
 
 
@@ -62,6 +77,7 @@ class DeviceNetworkModel:
     """A loaded network.
 
     first  what is done before the first part.   has_fp8  products with fp8 weights multiply fp8 rows.
+    is_strict  bits never depend on where a request is cut.   streams  the decoder instead of `steps`, where it has several.
     """
 
     ratios: tuple[int, ...] = ()
@@ -69,6 +85,7 @@ class DeviceNetworkModel:
     def __init__(
         self, network: Network, dtype: torch.dtype, embed: Tensor, first: Joint, steps: tuple[DeviceStep, ...],
         head: StoredWeight, angles: tuple[tuple[Tensor, float], ...], has_fp8: bool, only_portable: bool,
+        is_strict: bool = False, streams: DeviceStreams | None = None,
     ) -> None:  # fmt: skip
         self.network = network
         self.dtype = dtype
@@ -79,6 +96,8 @@ class DeviceNetworkModel:
         self.angles = angles
         self.has_fp8 = has_fp8
         self.only_portable = only_portable
+        self.is_strict = is_strict
+        self.streams = streams
 
     def forward(self, tokens: Tensor, rows: Rows, order: Order, max_context: int) -> Tensor:
         """tokens [T] int32 (0 for padding) -> final hidden vectors [T, D] fp32, normed.
@@ -87,8 +106,11 @@ class DeviceNetworkModel:
         max_context  no request has more tokens after the step.
         """
         with portable_kernels(self.only_portable):
-            context = DeviceContext(rows, order, max_context, self._tables(rows.positions), self.dtype, self.has_fp8)
+            tables = self._tables(rows.positions)
+            context = DeviceContext(rows, order, max_context, tables, self.dtype, self.has_fp8, self.is_strict)
             x = self._embedded(tokens)
+            if self.streams is not None:
+                return self.streams.forward(x, tokens, context)
             read = join(x, None, self.first, self.has_fp8 and self.steps[0].layer.reads_fp8)
             for step in self.steps[:-1]:
                 read = join(x, step.layer.forward(read, context), step.joint, step.next_reads_fp8)
@@ -120,15 +142,25 @@ class DeviceNetworkModel:
 def load_device_network(
     network: Network, source: TensorSource, dtype: torch.dtype, stores: Callable[[StoreKey, EntryCodec], Store],
     cache_format: str, device: torch.device, has_fp8: bool, only_portable: bool = False,
+    is_strict: bool = False,
 ) -> DeviceNetworkModel:  # fmt: skip
     """Takes every tensor once, moves it to the device in its stored format, and binds the layers to their stores.
 
     has_fp8        products with fp8 weights read fp8 rows; else rows of `dtype`.
     only_portable  no kernel is chosen that runs on one kind of GPU only.
+    is_strict      bits never depend on where a request is cut.
     Raises WeightError for a missing, misshapen or unused tensor; ConfigError for a window that is too large.
     """
-    builder = DeviceBuilder(network, source, dtype, stores, cache_format, device, DEVICE_BUILDERS)
+    shared = frozenset(part.shares for part in attentions(network.layers) if part.shares is not None)
+    builder = DeviceBuilder(network, source, dtype, stores, cache_format, device, DEVICE_BUILDERS, shared=shared)
     table = builder.weight(network.embed, network.vocab_size, network.hidden_size)
+    if network.opening is not None:
+        streams = build_streams(builder, network)
+        head = _head(builder, table)
+        source.finish()
+        return DeviceNetworkModel(
+            network, dtype, _rows_of(table), Joint(None), (), head, _angles(builder), has_fp8, only_portable, is_strict, streams
+        )  # fmt: skip
     branches: list[Branch] = []
     layers: list[DeviceLayer] = []
     norms = []
@@ -139,8 +171,7 @@ def load_device_network(
             layers.append(builder.build(branch.part))
             norms.append(tuple(None if norm is None else builder.norm(norm) for norm in (branch.before, branch.after)))
     last = builder.norm(network.norm)
-    is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))
-    head = table if is_tied else builder.weight(str(network.head), network.vocab_size, network.hidden_size)
+    head = _head(builder, table)
     source.finish()
     steps = []
     for number, (branch, layer, (_, after)) in enumerate(zip(branches, layers, norms, strict=True)):
@@ -150,9 +181,22 @@ def load_device_network(
             last if is_last else norms[number + 1][0], after, layer.bias, branch.scale, branch.kept, keeps_normed
         )  # fmt: skip
         steps.append(DeviceStep(layer, joint, not is_last and has_fp8 and layers[number + 1].reads_fp8))
-    angles = tuple((inv_freq.to(device), factor) for inv_freq, factor in map(rope_frequencies, builder.ropes))
     first = Joint(norms[0][0], keeps_normed=branches[0].keeps_normed)
-    return DeviceNetworkModel(network, dtype, _rows_of(table), first, tuple(steps), head, angles, has_fp8, only_portable)
+    return DeviceNetworkModel(
+        network, dtype, _rows_of(table), first, tuple(steps), head, _angles(builder), has_fp8, only_portable, is_strict
+    )  # fmt: skip
+
+
+def _head(builder: DeviceBuilder, table: StoredWeight) -> StoredWeight:
+    """The head, or the embedding once more."""
+    network = builder.network
+    is_tied = network.head is None or (network.head_may_miss and not builder.source.has(network.head))
+    return table if is_tied else builder.weight(str(network.head), network.vocab_size, network.hidden_size)
+
+
+def _angles(builder: DeviceBuilder) -> tuple[tuple[Tensor, float], ...]:
+    """The frequencies of each rotary embedding, and what its cosines and sines are multiplied by."""
+    return tuple((inv_freq.to(builder.device), factor) for inv_freq, factor in map(rope_frequencies, builder.ropes))
 
 
 def _rows_of(table: StoredWeight) -> Tensor:
@@ -161,9 +205,12 @@ def _rows_of(table: StoredWeight) -> Tensor:
     return table.codes
 
 
-def refuses_network(network: Network, machine: Machine) -> str | None:
+def refuses_network(network: Network, machine: Machine, cache_format: str = "bf16") -> str | None:
     """Why a network is not served on a machine, in one line, or None."""
-    return "; ".join(dict.fromkeys(why for why in refusals_of(network, machine).values() if why)) or None
+    found = dict.fromkeys(why for why in refusals_of(network, machine).values() if why)
+    if cache_format == "fp8" and any(isinstance(part, Latent) for part in parts_of(network)):
+        found[FP8_LATENTS] = None
+    return "; ".join(found) or None
 
 
 def refusals_of(network: Network, machine: Machine) -> dict[str, str | None]:
@@ -180,14 +227,30 @@ def refusals_of(network: Network, machine: Machine) -> dict[str, str | None]:
 
 
 def _refusal(part: object, machine: Machine) -> str | None:
+    if isinstance(part, AltUpLayer):
+        return refuses_altup(part, machine)
+    if isinstance(part, Opening | Closing):
+        return None
     if isinstance(part, Attention):
+        if part.shares is not None:
+            return "layers that share their keys and values, outside of streams: no GPU kernels yet"
         return refuses_attention(part, machine)
     if isinstance(part, Mlp):
         return refuses_mlp(part, machine)
     if isinstance(part, Experts):
         return refuses_experts(part, machine)
+    if isinstance(part, FusedExperts):
+        return refuses_fused(part, machine)
+    if isinstance(part, UngatedExperts):
+        return refuses_ungated(part, machine)
     if isinstance(part, Scaled):
         return _refusal(part.part, machine)
     if isinstance(part, ChannelScan | HeadScan):
         return refuses_scan(part, machine)
+    if isinstance(part, DeltaRule):
+        return refuses_delta(part, machine)
+    if isinstance(part, DecayedAttention):
+        return refuses_decayed(part, machine)
+    if isinstance(part, Latent):
+        return refuses_latent(part, machine)
     return f"{type(part).__name__} layers have no GPU kernels yet"

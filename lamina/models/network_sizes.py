@@ -1,6 +1,7 @@
 """What a network's steps need on a GPU beside its weights and its cache, from its data alone. No torch."""
 
 from lamina.models.network import Attention, Experts, Mlp, Network, Parallel
+from lamina.models.parts_delta import DecayedAttention, DeltaRule
 
 
 def row_bytes(network: Network) -> int:
@@ -23,10 +24,16 @@ def _part_bytes(part: object, hidden: int) -> int:
     if isinstance(part, Parallel):
         return sum(_part_bytes(each, hidden) for each in part.parts)
     if isinstance(part, Attention):
-        return (part.heads + 2 * part.kv_heads) * part.dim * 8 + part.heads * part.dim * 4
+        queries = part.heads * (1 + part.is_gated)
+        return (queries + 2 * part.kv_heads) * part.dim * 8 + part.heads * part.dim * 4
     if isinstance(part, Experts):
         shared = _part_bytes(part.shared, hidden) if part.shared is not None else 0
         return part.router.top_k * (4 * part.width + 4 * hidden) + 8 * part.num + shared
     if isinstance(part, Mlp):
         return 16 * part.width
+    if isinstance(part, DeltaRule):  # projected, convolved; gated; of each head 64 numbers of two kinds, and what it gives
+        keys, values = part.groups * part.key_dim, part.heads * part.value_dim
+        return 16 * keys + 24 * values + 528 * part.heads
+    if isinstance(part, DecayedAttention):
+        return 40 * len(part.slopes) * part.dim
     return 0

@@ -80,6 +80,7 @@ class Target:
 
     activation  fp8 or bf16: what products with quantised weights read.
     only_portable  no kernel is chosen that runs on one kind of GPU only.
+    is_strict  bits never depend on where a request is cut.
     """
 
     device: torch.device
@@ -87,6 +88,7 @@ class Target:
     dtype: torch.dtype
     activation: Literal["fp8", "bf16"]
     only_portable: bool = False
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
 
         has_fp8 = target.activation == "fp8" and target.machine.has_fp8 and target.dtype == torch.bfloat16
         return load_device_network(
-            network, source, target.dtype, store, cache_format, target.device, has_fp8, target.only_portable
+            network, source, target.dtype, store, cache_format, target.device, has_fp8, target.only_portable, target.is_strict
         )  # fmt: skip
 
     def refuses(target: Target) -> str | None:
@@ -178,7 +180,7 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
             return "needs Triton, which is not installed"
         from lamina.models.network_device import refuses_network
 
-        return refuses_network(network, target.machine)
+        return refuses_network(network, target.machine, cache_format)
 
     return Blueprint(
         memories=found.memories, hidden=found.hidden, rings=(), vocab_size=found.vocab_size, max_positions=found.max_positions,

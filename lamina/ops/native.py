@@ -6,7 +6,7 @@
 
 They need a C compiler (`cc`, or what CC names); without one, or with LAMINA_NATIVE=0, the definitions in PyTorch run instead.
 What is compiled lies under LAMINA_CACHE, else XDG_CACHE_HOME/lamina, else ~/.cache/lamina, in a directory that is the user's
-alone, and is named by a hash of the sources, the compiler and the machine's instructions; its last bytes are a hash of the others,
+alone, and is named by a hash of the sources, the compiler and the machine's instructions; its last bytes are a hash of the rest,
 so that one that was cut short is never loaded.
 """
 

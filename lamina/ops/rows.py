@@ -6,7 +6,7 @@ rows      | request 0: first_rows[0] .. | request 1 ... | padding, whose owner i
 request   its rows are positions starts[r], starts[r] + 1, ... stops[r] - 1; what came before is in its ring, folds and logs
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Rows:
     tables      [table rows, blocks] the page of each block; kept from step to step. Entries that were never set are pages too.
     slots       [R, slot pages].
     is_single   every request has one row at most (decode); known when kernels are launched.
+    windows     of each group of large windows [pages of a block, table rows, blocks], contiguous: as `tables`, by the numbers of
+                the blocks; -1 where a request holds none.
     """
 
     positions: Tensor
@@ -40,6 +42,7 @@ class Rows:
     tables: Tensor
     slots: Tensor
     is_single: bool
+    windows: tuple[Tensor, ...] = field(default=(), kw_only=True)
 
     @property
     def num_rows(self) -> int:
@@ -53,8 +56,9 @@ class Rows:
 
 
 def rows_of(
-    pieces: tuple[Piece, ...], slots: tuple[tuple[int, ...], ...], tables: Tensor, num_rows: int, num_requests: int
-) -> Rows:
+    pieces: tuple[Piece, ...], slots: tuple[tuple[int, ...], ...], tables: Tensor, num_rows: int, num_requests: int,
+    windows: tuple[Tensor, ...] = (),
+) -> Rows:  # fmt: skip
     """The rows of `pieces`, padded; everything but the tables is copied to their device. For tests and eager steps."""
     positions, owners = [0] * num_rows, [-1] * num_rows
     for owner, piece in enumerate(pieces):
@@ -70,5 +74,5 @@ def rows_of(
     pages = torch.tensor([*slots, *[(0,) * width] * spare], dtype=torch.int32).to(device)
     return Rows(
         *by_row.unbind(0), *by_request.unbind(0), tables=tables, slots=pages,
-        is_single=all(piece.stop - piece.start <= 1 for piece in pieces),
+        is_single=all(piece.stop - piece.start <= 1 for piece in pieces), windows=windows,
     )  # fmt: skip

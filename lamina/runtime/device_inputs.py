@@ -60,10 +60,10 @@ class Section:
         found = [buffer[at : at + size] for at, size in self.places]
         return (*found[:-1], found[-1].reshape(self.num_requests, self.slot_pages))
 
-    def device(self, buffer: Tensor, tables: Tensor, is_single: bool) -> "Batch":
+    def device(self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = ()) -> "Batch":
         """The arrays in the device's buffer, as the model reads them."""
         tokens, *found, slots = (buffer[at : at + size] for at, size in self.places)
-        return Batch(tokens, Rows(*found, tables, slots.view(self.num_requests, self.slot_pages), is_single))
+        return Batch(tokens, Rows(*found, tables, slots.view(self.num_requests, self.slot_pages), is_single, windows=windows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,27 @@ class StepInputs:
 
     buckets   padded numbers of requests of a decode section, ascending.
     tables    int32 [max_requests, blocks], the page of each block of each running request; kept from step to step.
+    windows   of each group of large windows the same for each page of a block, [pages, max_requests, blocks]; -1 where a request
+              holds none. `window_sizes` are the (blocks, pages) of each group.
     """
 
     def __init__(
         self, slot_pages: int, buckets: Sequence[int], max_requests: int, max_step_tokens: int, num_blocks: int,
-        device: torch.device,
+        device: torch.device, window_sizes: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
         self.slot_pages = slot_pages
         self.device = device
-        self.tables = torch.zeros(max_requests, max(1, num_blocks), dtype=torch.int32, device=device)
+        widths = [(_aligned(blocks), pages) for blocks, pages in window_sizes]
+        sizes = [_aligned(max_requests * max(1, num_blocks)), *(pages * max_requests * width for width, pages in widths)]
+        self._entries = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)  # of all tables, one after another
+        first, *others = self._entries.split(sizes)
+        self.tables = first[: max_requests * max(1, num_blocks)].zero_().view(max_requests, max(1, num_blocks))
+        self.windows = tuple(
+            part.view(pages, max_requests, width) for part, (width, pages) in zip(others, widths, strict=True)
+        )  # fmt: skip
+        self._in_windows: list[list[dict[int, tuple[int, ...]]]] = [
+            [{} for _ in widths] for _ in range(max_requests)
+        ]  # what the tables hold of each row
         decode = {size: Section(0, size, size, slot_pages) for size in buckets}
         most = max(max_step_tokens, max_requests)
         capacity = Section(decode[max(buckets)].stop, most, max_requests, slot_pages).stop
@@ -114,7 +126,7 @@ class StepInputs:
         self._copied = [torch.cuda.Event() for _ in range(2)] if is_pinned else []
         self._turn = 0
         self._decode_host = [{size: section.host(host) for size, section in decode.items()} for host in self._host]
-        self._decode = {size: section.device(self._device, self.tables, True) for size, section in decode.items()}
+        self._decode = {size: section.device(self._device, self.tables, True, self.windows) for size, section in decode.items()}
         self._decode_stop = {size: section.stop for size, section in decode.items()}
         self._counts = np.arange(max(buckets) + 1, dtype=np.int32)
         self._slots = np.zeros((max_requests, slot_pages), dtype=np.int32)  # of each table row, as last seen
@@ -201,7 +213,7 @@ class StepInputs:
         for array, values in zip(by_request, zip(*numbers, strict=True), strict=True):
             array[:] = values
         self._stop = section.stop
-        return section.device(self._device, self.tables, all(part.stop - part.start == 1 for part in parts))
+        return section.device(self._device, self.tables, all(part.stop - part.start == 1 for part in parts), self.windows)
 
     def put_numbers(self, numbers: Sequence[int]) -> Tensor:
         """Writes a few numbers; they as int32 on the device."""
@@ -213,13 +225,31 @@ class StepInputs:
 
     def upload(self, parts: Sequence[Slice]) -> None:
         """Sends everything up, and enters the new and changed blocks of all slices of the step into the tables."""
-        self.upload_with([(part.row, part.table_start, part.table) for part in parts if part.table])
+        tables = [(part.row, part.table_start, part.table) for part in parts if part.table]
+        self.upload_with(tables, self._window_changes(parts) if self.windows else ())
 
-    def upload_with(self, tables: Iterable[tuple[int, int, tuple[int, ...]]]) -> None:
-        """The same, for (table row, number of the first block, pages) of what is new."""
+    def _window_changes(self, parts: Sequence[Slice]) -> list[tuple[int, int]]:
+        """(place among all entries, page or -1) of blocks of large windows that slices have gained or lost."""
+        found: list[tuple[int, int]] = []
+        for part in parts:
+            for group, (table, blocks) in enumerate(zip(self.windows, part.windows, strict=True)):
+                now, before = dict(blocks), self._in_windows[part.row][group]
+                first, step = table.storage_offset() + part.row * table.stride(1), table.stride(0)
+                for block in before.keys() - now.keys():
+                    found += [(first + column * step + block, -1) for column in range(table.shape[0])]
+                for block, pages in now.items():
+                    if before.get(block) != pages:
+                        found += [(first + column * step + block, page) for column, page in enumerate(pages)]
+                self._in_windows[part.row][group] = now
+        return found
+
+    def upload_with(
+        self, tables: Iterable[tuple[int, int, tuple[int, ...]]], changes: Sequence[tuple[int, int]] = ()
+    ) -> None:  # fmt: skip
+        """The same, for (table row, number of the first block, pages) of what is new, and other entries that change."""
         width = self.tables.shape[1]
-        places: list[int] = []
-        pages: list[int] = []
+        places: list[int] = [place for place, _ in changes]
+        pages: list[int] = [page for _, page in changes]
         for row, first_block, new in tables:
             first = row * width + first_block
             places.extend(range(first, first + len(new)))
@@ -236,7 +266,7 @@ class StepInputs:
             if self._copied:
                 updates = updates.pin_memory()
             where, what = updates.to(self.device, non_blocking=True).unbind(0)
-        self.tables.view(-1).index_copy_(0, where.long(), what)
+        self._entries.index_copy_(0, where.long(), what)
 
     def _forget_members(self) -> None:
         """What comes next may be written where a buffer's decode section was."""

@@ -147,6 +147,7 @@ class DeviceRunner:
         self.inputs = StepInputs(
             arena.layout.slot_pages, self.graphs.requests, max_requests, max_step_tokens,
             arena.layout.blocks_for(max_model_len), device,
+            [(-(-max_model_len // tail.tokens), tail.pages) for tail in arena.layout.tails],
         )  # fmt: skip
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
@@ -206,7 +207,9 @@ class DeviceRunner:
         num_requests = rows if is_single else 1
         request = [torch.zeros(num_requests, dtype=torch.int32, device=self.device) for _ in range(6)]
         slots = torch.zeros(num_requests, self.inputs.slot_pages, dtype=torch.int32, device=self.device)
-        nobody = Rows(positions, owners, *request, tables=self.inputs.tables, slots=slots, is_single=is_single)
+        nobody = Rows(
+            positions, owners, *request, tables=self.inputs.tables, slots=slots, is_single=is_single, windows=self.inputs.windows
+        )
         hidden = self.model.forward(tokens, nobody, "prefill", context)
         self._width = hidden.shape[1]
         self._keep_hidden(hidden, self.arena.hidden, nobody)

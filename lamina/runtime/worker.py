@@ -67,8 +67,6 @@ class Worker:
         self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)
-            if self.layout.tails:
-                raise ConfigError("device", config.device, "cpu (windows too large for a slot have no GPU kernels yet)")
         if config.cache_bytes is None:
             config = replace(config, cache_bytes=_left_for_cache(directory, self.device, config, self.blueprint))
         self.config = config
@@ -194,8 +192,8 @@ def _target(device: torch.device, dtype: str, config: EngineConfig, plan: Bluepr
         found = "{}.{}".format(*machine.capability)
         raise ConfigError("activation_format", "fp8", f"auto or bf16: this GPU has compute capability {found}, fp8 needs 8.9")
     activation: Literal["fp8", "bf16"] = "bf16" if config.activation_format == "bf16" or not machine.has_fp8 else "fp8"
-    is_portable = config.kernels == "portable"
-    target = Target(device, machine, torch.float32 if dtype == "fp32" else torch.bfloat16, activation, is_portable)
+    is_portable, is_strict = config.kernels == "portable", config.deterministic == "strict"
+    target = Target(device, machine, torch.float32 if dtype == "fp32" else torch.bfloat16, activation, is_portable, is_strict)
     why = plan.refuses(target)
     if why is not None:
         raise ConfigError("device", config.device, f"cpu ({why})")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lamina import LLM, SamplingParams
-from lamina.base.errors import ConfigError
 from tests.conftest import load_helper
 
 if importlib.util.find_spec("transformers") is None:
@@ -34,6 +33,34 @@ FACTORS = {
     "projectors_bias": True, "mamba_proj_bias": True, "head_dim": 64,
 }  # fmt: skip
 CHANNELS = {"mamba_d_state": 16, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1}
+DELTA = EXPERTS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "shared_expert_intermediate_size": 96, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 128, "attention_bias": True,
+}  # fmt: skip
+DECAYED = {
+    "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "mlp_beta_factor": 0.5, "linear_attn_alpha_factor": 1.5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SOME = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+OSS = SOME | {"sliding_window": 100, "num_attention_heads": 8}
+CHUNKS = SOME | {
+    "intermediate_size": 96, "intermediate_size_mlp": 384, "attention_chunk_size": 100, "floor_scale": 50, "attn_scale": 0.5,
+    "no_rope_layers": [1, 0, 1],
+}  # fmt: skip
+UNGATED = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"} | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention"], "head_dim": 64, "ssm_state_size": 64,
+    "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2,
+    "n_routed_experts": 8, "moe_intermediate_size": 96, "moe_latent_size": 128,
+    "moe_shared_expert_intermediate_size": 160, "mlp_bias": True,
+}  # fmt: skip
+STREAMS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"], "num_hidden_layers": 4,
+    "sliding_window": 100, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 1000,
+    "laurel_rank": 16, "activation_sparsity_pattern": [0.9, 0.0, 0.3, 0.0], "head_dim": 64, "final_logit_softcapping": 5.0,
+}  # fmt: skip
+#: the models of configs whose own are of more than text
+CLASSES = {"Llama4TextConfig": "Llama4ForCausalLM"}
 #: of each model the class of its config in Transformers, and its values
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "128 dims": ("LlamaConfig", COMMON | {"head_dim": 128, "rope_parameters": LONGER}),
@@ -44,6 +71,17 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "scans": ("BambaConfig", COMMON | SCANS | {"attn_layer_indices": [1]}),
     "scans beside attention": ("FalconH1Config", COMMON | SCANS | FACTORS),
     "scanned channels": ("JambaConfig", COMMON | CHANNELS),
+    "delta rule": ("Qwen3NextConfig", COMMON | DELTA),
+    "decayed attention": ("MiniMaxConfig", COMMON | DECAYED),
+    "experts with biases, sinks": ("GptOssConfig", COMMON | OSS),
+    "chunks": ("Llama4TextConfig", COMMON | CHUNKS),
+    "experts without gates": ("NemotronHConfig", UNGATED),
+    "a large window": ("MistralConfig", COMMON | {"head_dim": 256, "sliding_window": 300, "num_key_value_heads": 4}),
+    "a large chunk": (
+        "Llama4TextConfig",
+        COMMON | CHUNKS | {"head_dim": 256, "attention_chunk_size": 300, "num_key_value_heads": 4},
+    ),
+    "streams": ("Gemma3nTextConfig", COMMON | STREAMS),
     "caps": ("Gemma2Config", COMMON | {"head_dim": 256, "sliding_window": 70, "query_pre_attn_scalar": 64}),
 }
 NAMES = list(MODELS)
@@ -61,7 +99,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         if name not in directories:
             config, values = MODELS[name]
             directories[name] = tmp_path_factory.mktemp("network")
-            families.build(families.Recipe(config, values, seed=len(directories))).save_pretrained(directories[name])
+            families.build(families.Recipe(config, values, model=CLASSES.get(config, ""), seed=len(directories))).save_pretrained(
+                directories[name]
+            )
         key = (name, *sorted(settings.items()))
         if key not in engines:
             usual = {"cache_bytes": "256MiB", "max_step_tokens": 512, "max_requests": 32, "max_model_len": 1024, "warmup": False}
@@ -123,11 +163,3 @@ def test_warming_up(kernels: str, load: Load, words: Words) -> None:
     with watch_compilations() as seen:
         llm.generate([words(length, length) for length in (1, 3, 17, 200, 256, 257, 600)], params)
     assert seen == []
-
-
-def test_a_window_that_no_slot_holds(tmp_path: Path) -> None:
-    families = load_helper("models/families.py")
-    values = COMMON | {"head_dim": 128, "sliding_window": 3000}
-    families.build(families.Recipe("MistralConfig", values)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="windows too large for a slot have no GPU kernels yet"):
-        LLM(str(tmp_path), device="cuda", cache_bytes="256MiB", warmup=False)

@@ -15,8 +15,12 @@ from torch import Tensor
 from lamina.memory.layout import make_layout
 from lamina.memory.ledger import Ledger
 from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Rope, Router
+from lamina.models.parts_delta import DecayedAttention, DeltaRule
+from lamina.models.parts_scan import Stored
 from lamina.models.registry import LoadedModel, Target, blueprint
+from lamina.ops.gemm.stored import StoredWeight
 from lamina.ops.machine import Machine, this_machine
+from lamina.ops.quantise import dequantise_fp8_weight
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
 from lamina.runtime.runner import Runner
@@ -67,6 +71,16 @@ PARTS = {name: value for name, value in COMMON.items() if name != "num_hidden_la
     "layers_block_type": ["linear_attention", "mlp", "full_attention"], "head_dim": 10, "ssm_state_size": 16,
     "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "chunk_size": 32,
 }  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10,
+    "head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "attention_bias": True,
+    "num_experts": 0,
+}  # fmt: skip
+DECAYED = {
+    "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"], "full_attn_alpha_factor": 3.5, "full_attn_beta_factor": 0.75,
+    "linear_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 1.25, "mlp_alpha_factor": 2.5, "mlp_beta_factor": 0.5,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "biases": ("LlamaConfig", COMMON | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LONGER}),
     "experts": ("Qwen3MoeConfig", COMMON | EXPERTS | {"mlp_only_layers": [], "head_dim": 12}),
@@ -77,7 +91,11 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "normed scans": ("FalconH1Config", COMMON | SCANS | FACTORS | NORMED | {"mamba_d_ssm": 48}),
     "scans, parts alone": ("NemotronHConfig", PARTS),
     "scanned channels": ("JambaConfig", COMMON | CHANNELS),
+    "delta rule": ("Qwen3NextConfig", COMMON | DELTA),
+    "delta rule, experts": ("Qwen3NextConfig", COMMON | DELTA | EXPERTS | {"shared_expert_intermediate_size": 20}),
+    "decayed attention": ("MiniMaxConfig", COMMON | DECAYED),
 }  # fmt: skip
+STATES = ("delta rule", "delta rule, experts", "decayed attention")
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +135,12 @@ class EveryRow:
         ("window", "fp32"),
         ("scans beside attention", "fp32"),
         ("scanned channels", "fp32"),
+        ("delta rule", "fp32"),
         *(pytest.param(*one, marks=pytest.mark.long) for one in (("experts", "fp32"), ("caps", "fp32"), ("window", "bf16"))),
-        *(pytest.param(one, "fp32", marks=pytest.mark.long) for one in ("scans", "normed scans", "scans, parts alone")),
+        *(
+            pytest.param(one, "fp32", marks=pytest.mark.long)
+            for one in ("scans", "normed scans", "scans, parts alone", *STATES[1:])
+        ),
     ],
 )
 def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], Path]) -> None:
@@ -126,11 +148,27 @@ def test_the_forward_pass(name: str, cache: str, directory_of: Callable[[str], P
     lengths, cuts = ((300, 77, 20), (64, 130)) if HAS_GPU else ((9, 2), (7,))
     directory = directory_of(name)
     plan = blueprint(read_config(directory), cache, "fp32")
-    layout = make_layout(plan.memories, plan.hidden, 64 if "scan" in name else 8, min_page_bytes=4096)
+    layout = make_layout(plan.memories, plan.hidden, 64 if "scan" in name or name in STATES else 8, min_page_bytes=4096)
     blocks = -(-max(lengths) // layout.block_tokens) + 1
     sides = tuple(steps_of.Side(plan, layout, directory, "fp32", len(lengths), blocks, there) for there in (False, True))
     sides[0].model = EveryRow(sides[0].model)
     steps_of.compare(sides, lengths, cuts, 1, 67, 1e-5 if cache == "fp32" else 2e-2)
+
+
+@runs_kernels
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["decayed attention"])
+def test_states_by_products(name: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills chunk by chunk, as in bf16, wherever they are cut; then decodes, row by row, from the states that these leave."""
+    from lamina.layers import device_delta
+
+    monkeypatch.setattr(device_delta, "_form", lambda context: "rows" if context.order == "decode" else "chunks")
+    directory = directory_of(name)
+    plan = blueprint(read_config(directory), "fp32", "fp32")
+    layout = make_layout(plan.memories, plan.hidden, 64, min_page_bytes=4096)
+    sides = tuple(steps_of.Side(plan, layout, directory, "fp32", 2, 4, there) for there in (False, True))
+    sides[0].model = EveryRow(sides[0].model)
+    steps_of.compare(sides, (140, 66), (30, 64, 128), 2, 67, 1e-5)
 
 
 class Serving:
@@ -175,13 +213,18 @@ class Serving:
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", ["biases", "window", "scans", pytest.param("scanned channels", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    ["biases", "window", "scans", *(pytest.param(one, marks=pytest.mark.long) for one in ("scanned channels", *STATES[1:]))],
+)
 def test_whole_answers(name: str, directory_of: Callable[[str], Path]) -> None:
     """Greedy tokens of the GPU's runner, one step ahead, are the CPU's: without slots, and with windows; cold and after hits."""
     draw = torch.Generator().manual_seed(1)
     longest, count = (90, 8) if HAS_GPU else (13, 3)
     prompts = [torch.randint(3, 67, (length,), generator=draw).tolist() for length in (longest, 1)]
-    cpu, there = (Serving(directory_of(name), is_there, 10, 64 if "scan" in name else 4) for is_there in (False, True))
+    cpu, there = (
+        Serving(directory_of(name), is_there, 10, 64 if "scan" in name or name in STATES else 4) for is_there in (False, True)
+    )
     truth = cpu.answers(prompts, count)
     assert there.answers(prompts, count) == truth
     assert there.answers(prompts[:1], 1) == [truth[0][:1]]
@@ -203,11 +246,36 @@ def test_refusals() -> None:
     attention = Attention("attn", 4, 2, 8, 1.0, "kv", rope=Rope(8, 1e4))
     mlp = Mlp("mlp", 40)
     experts = Experts("mlp", 4, 16, Router("softmax", 2), "gate")
+    assert refuses(replace(attention, is_gated=True)) is None
     assert refuses(attention) is None and refuses(mlp) is None and refuses(experts) is None
     assert refuses(replace(attention, norm_all=True)) == "norms over all heads' dims: no GPU kernels yet"
     assert refuses(replace(attention, dim=300)) == "heads must have 1 to 256 dims, not 300"
-    assert refuses(replace(experts, router=Router("sigmoid", 2, groups=4))) == "routing in groups: no GPU kernels yet"
+    assert refuses(replace(experts, router=Router("sigmoid", 2, groups=2))) is None
+    delta = DeltaRule("delta", 2, 128, 4, 128, 4, 1e-6, Stored("bf16", "fp32"))
+    assert refuses(delta) is None
+    assert refuses(replace(delta, key_dim=300)) == "keys of the delta rule must have 1 to 256 dims, not 300"
+    decayed = DecayedAttention("attn", 128, (0.5,) * 64, 1e-6, Stored("bf16", "fp32"))
+    assert refuses(decayed) is None
+    assert refuses(replace(decayed, dim=260)) == "heads of linear attention must have 1 to 256 dims, not 260"
     assert refuses(object()) == "object layers have no GPU kernels yet"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+@pytest.mark.parametrize(("groups", "sizes"), [(3, (128, 256)), (2, (128, 64))], ids=["scales of one kind", "of several"])
+def test_rows_by_kind(groups: int, sizes: tuple[int, int]) -> None:
+    """fp8 keeps its format where no scale is of rows of two kinds."""
+    from lamina.models.device_build_delta import by_kind
+
+    draw = torch.Generator().manual_seed(1)
+    rows = groups * sum(sizes)
+    codes = torch.randn(rows, 130, generator=draw).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // 128), 2, generator=draw)
+    found = by_kind("some.weight", StoredWeight(codes, scales), groups, sizes, torch.float32)
+    assert found.is_fp8 == (sizes[1] % 128 == 0)
+    whole = dequantise_fp8_weight(codes, scales).view(groups, sum(sizes), 130)
+    truth = torch.cat([part.flatten(0, 1) for part in whole.split(sizes, dim=1)])
+    mine = found.codes if found.scales is None else dequantise_fp8_weight(found.codes, found.scales)
+    assert torch.equal(mine, truth)
 
 
 @pytest.mark.skipif(HAS_GPU or INTERPRETED, reason="the kernels run in this process")

@@ -495,3 +495,23 @@ def test_compiled_ahead_of_time(
 def test_interpreted(run_interpreted: Callable[[str], None]) -> None:
     """The tests above, once more with Triton's interpreter."""
     run_interpreted(__file__)
+
+
+@runs_kernels
+@pytest.mark.parametrize("order", ["decode", "prefill"])
+def test_the_pages_of_a_large_window(order: str, rows: ModuleType) -> None:
+    """The bits of a ring; blocks that a request does not hold are not followed."""
+    case = Case(((0, 1), (0, 3), (16, 17), (17, 18), (40, 44)), window=17)
+    world = build(case, rows)
+    codec, size = HeadsCodec(case.kv_heads, case.dim, case.dim, case.cache), 8
+    store = rows.poisoned_store(codec, 50, size, column=1)
+    tables = torch.full((1, world.rows.tables.shape[0], 8), -1, dtype=torch.int32)
+    for number, (start, _) in enumerate(case.lengths):
+        for position in range(max(0, start - 16), start):
+            page = 8 * number + position // size
+            tables[0, world.rows.table_rows[number], position // size] = page
+            for view, ring in zip(store.views, world.past.store.views, strict=True):
+                view[page, position % size] = ring[number, position % 17].cpu()
+    paged = on_device(Store(codec, store.views, store.slot_column, Place("window")))
+    there = replace(world, past=Past(paged, codec), rows=replace(world.rows, windows=(tables.to(DEVICE),)))
+    assert torch.equal(bits(run(there, order)), bits(run(world, order)))

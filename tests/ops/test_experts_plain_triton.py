@@ -8,10 +8,11 @@ import torch
 from kernel_tests import DEVICE, X_DTYPE, compiles_kernels, machine_code, runs_kernels, starts_interpreter
 from torch import Tensor
 
-from lamina.ops.experts import experts, kernels
-from lamina.ops.experts.plain import PlainExperts, StoredExperts, experts_plain
+from lamina.ops.experts import Gating, experts
+from lamina.ops.experts import plain_kernels as kernels
+from lamina.ops.experts.plain import PlainExperts, StoredExperts, experts_plain, pack_mx
 from lamina.ops.gemm import Activation
-from lamina.ops.quantise import dequantise_fp8, dequantise_fp8_weight, quantise_fp8, quantise_fp8_weight
+from lamina.ops.quantise import dequantise_fp4_weight, dequantise_fp8, dequantise_fp8_weight, quantise_fp8, quantise_fp8_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,61 @@ def test_the_reference() -> None:
     assert error(run(layer, case), truth) < 2e-6
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What experts of other families compute. is_packed: from MXFP4."""
+
+    gating: Gating
+    hidden: int = 48
+    inner: int = 24
+    limit: float = 0.0
+    has_biases: bool = False
+    is_packed: bool = False
+    tokens: int = 5
+    x: torch.dtype = torch.float32
+
+
+KINDS = {
+    "clamped, biases": Kind(Gating(1.702, 1.0), limit=0.7, has_biases=True),
+    "clamped, biases, packed": Kind(Gating(1.702, 1.0), 96, 96, 0.7, True, True),
+    "packed tiles": Kind(Gating(), 64, 160, is_packed=True, tokens=40),
+    "packed, bf16": Kind(Gating(1.702, 1.0), 96, 32, 0.7, True, True, x=torch.bfloat16),
+    "weights of the input": Kind(Gating(weighs_input=True)),
+    "weights of the input, biases": Kind(Gating(1.5, weighs_input=True), limit=0.7, has_biases=True),
+    "relu2": Kind(Gating(ungated="relu2"), inner=72),
+    "silu": Kind(Gating(ungated="silu"), has_biases=True),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", list(KINDS))
+def test_other_families(name: str) -> None:
+    """Biases, other gates and none, weights that multiply what an expert reads, MXFP4: against `ref.experts`."""
+    kind, draw, num = KINDS[name], torch.Generator().manual_seed(3), 3
+    first = (num, kind.inner * (1 if kind.gating.ungated else 2), kind.hidden)
+    shapes = (first, (num, kind.hidden, kind.inner))
+    x = torch.randn(kind.tokens, kind.hidden, generator=draw).to(kind.x).to(DEVICE)
+    chosen = torch.stack([torch.randperm(num, generator=draw)[:2] for _ in range(kind.tokens)]).to(DEVICE)
+    weights = (torch.rand(kind.tokens, 2, generator=draw) + 0.2).to(DEVICE)
+    stored, values = [], []
+    for rows, columns, parts in ((shapes[0][1], shapes[0][2], first[1] // kind.inner), (shapes[1][1], shapes[1][2], 1)):
+        if kind.is_packed:
+            codes = torch.randint(0, 256, (num, rows, columns // 2), generator=draw, dtype=torch.uint8).to(DEVICE)
+            scales = torch.randint(120, 127, (num, rows, columns // 32), generator=draw, dtype=torch.uint8).to(DEVICE)
+            stored.append(pack_mx(codes, scales, parts))
+            values.append(torch.stack([dequantise_fp4_weight(*one) for one in zip(codes, scales, strict=True)]))
+        else:
+            values.append((torch.randn(num, rows, columns, generator=draw) * columns**-0.5).to(DEVICE))
+            stored.append(StoredExperts(values[-1]))
+    biases = None
+    if kind.has_biases:
+        biases = (torch.randn(num, first[1], generator=draw).to(DEVICE), torch.randn(num, kind.hidden, generator=draw).to(DEVICE))
+    gating = replace(kind.gating, biases=biases)
+    found = experts_plain(Activation(x), chosen.int(), weights, PlainExperts(*stored), kind.limit, gating=gating)
+    truth = experts(x.float(), chosen, weights, *values, kind.limit, gating=gating)
+    assert error(found, truth) < (2e-6 if kind.x == torch.float32 else 6e-3)
+
+
 @runs_kernels
 @pytest.mark.parametrize(("weight", "x"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("fp8", "bf16")])
 def test_bits_do_not_depend_on_the_other_tokens(weight: str, x: str) -> None:
@@ -199,23 +255,32 @@ def test_no_rows() -> None:
         (80, "codes", 16, "HMMA.16816"),
         pytest.param(80, "bf16", 64, "HMMA.16816", marks=pytest.mark.long),
         (90, "fp32", 16, "FFMA"),
+        (90, "packed", 64, "HGMMA.64x64x16"),
+        (80, "packed", 16, "HMMA.16816"),
     ],
 )
 def test_compiled_ahead_of_time(capability: int, maths: str, tokens: int, instruction: str) -> None:
-    is_codes = maths in ("fp8", "codes")
+    is_codes, is_packed = maths in ("fp8", "codes"), maths == "packed"
     of_x = {"fp8": "*fp8e4nv", "fp32": "*fp32"}.get(maths, "*bf16")
-    types = {"x": of_x, "h": of_x, "weights": {"fp8": "*fp8e4nv", "codes": "*u8"}.get(maths, of_x), "limit": "fp32"}
-    types |= dict.fromkeys(("x_scales", "h_scales", "scales", "shares", "partial"), "*fp32")
+    types = {"x": of_x, "h": of_x, "weights": {"fp8": "*fp8e4nv", "codes": "*u8", "packed": "*u8"}.get(maths, of_x)}
+    types |= dict.fromkeys(("limit", "alpha", "shift"), "fp32")
+    types |= dict.fromkeys(("x_scales", "h_scales", "bias", "shares", "partial"), "*fp32")
+    types |= {"scales": "*u8" if is_packed else "*fp32"}
     types |= dict.fromkeys(("places", "block_expert", "block_first", "block_rows", "num_blocks"), "*i32")
-    block = {"bf16": 64, "fp32": 32}.get(maths, 128)
-    common = {"ROWS": 64, "TOKENS": tokens, "BLOCK": block, "MATHS": maths, "IS_CODES": is_codes, "STAGES": 3, "INTERPRET": False}
+    block = {"bf16": 64, "packed": 64, "fp32": 32}.get(maths, 128)
+    common = {
+        "ROWS": 64, "TOKENS": tokens, "BLOCK": block, "MATHS": "bf16" if is_packed else maths, "IS_CODES": is_codes, "STAGES": 3,
+        "INTERPRET": False, "IS_PACKED": is_packed, "WEIGHS_INPUT": False, "KIND": "scaled" if is_packed else "swiglu",
+    }  # fmt: skip
     absent = {} if maths == "fp8" else {"x_scales": None, "h_scales": None}
-    absent |= {} if is_codes else {"scales": None}
+    absent |= {} if is_codes or is_packed else {"scales": None}
+    absent |= {} if is_packed else {"bias": None}
     for kernel, shape in (
         (kernels.plain_gate_up, {"K": 4096, "INNER": 2048, "TOP_K": 6, "HAS_LIMIT": True}),
         (kernels.plain_down, {"K": 2048, "WIDTH": 4096}),
     ):
         constants = {**common, **shape, **{name: None for name in absent if name in kernel.arg_names}}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = types | ({"h": "*bf16" if maths != "fp32" else "*fp32"} if kernel is kernels.plain_gate_up else {})
         code = machine_code(kernel, signature, constants, capability)
         assert code.count(instruction) and code.spills == 0

@@ -172,10 +172,27 @@ SCANS = {
     "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.2, "attention_out_multiplier": 0.8,
 }  # fmt: skip
 CHANNELS = {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 20,
+    "shared_expert_intermediate_size": 24, "layer_types": ["linear_attention", "full_attention"], "head_dim": 24,
+}  # fmt: skip
+DECAYED = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 32,
+}  # fmt: skip
+STREAMS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3, "sliding_window": 100,
+    "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1000, "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.3], "head_dim": 20,
+}  # fmt: skip
 NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
     "logs": ("Qwen3MoeConfig", COMMON | EXPERTS),
     "scans": ("FalconH1Config", COMMON | SCANS),
     "scanned channels": ("JambaConfig", COMMON | CHANNELS),
+    "delta rule": ("Qwen3NextConfig", COMMON | EXPERTS | DELTA),
+    "decayed attention": ("MiniMaxConfig", COMMON | DECAYED),
+    "experts with biases": ("GptOssConfig", COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 20}),
+    "large windows": ("MistralConfig", COMMON | {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 400}),
+    "streams": ("Gemma3nTextConfig", COMMON | STREAMS),
     "windows": ("Qwen2Config", COMMON | {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}),
 }  # fmt: skip
 

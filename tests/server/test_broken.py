@@ -71,7 +71,12 @@ def test_an_engine_that_stands_still_is_not_well(broken) -> None:
     """After the seconds of --stall-seconds, and no longer than it stands still."""
     pid = broken.engine_pid()
     with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "logit_bias": {str(BAD): -100}}  # the broken token is never drawn
+        body = {
+            "prompt": "x",
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "logit_bias": {str(BAD): -100},
+        }  # the broken token is never drawn
         answer = pool.submit(broken.post, COMPLETIONS, body)
         until = time.monotonic() + 20
         while not broken.http.get("/health").json()["running"]:

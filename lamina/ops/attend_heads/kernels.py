@@ -4,6 +4,7 @@
     project_heads      rows of a projection -> queries, keys and values: norms, rotation, stored in log or ring
     attend_split       decode: one query, some heads of a group, a range of tiles    -> sums, peak, unnormalised output
     combine            decode: the ranges of a query under one softmax
+    gate_heads         the output of heads that have gates
     attend_tiles       prefill: QUERIES queries of one request, some heads of a group
 
 Keys are taken in tiles of TILE positions that begin at multiples of TILE, so that the order of all sums of a query follows from
@@ -24,8 +25,8 @@ _LOWEST = tl.constexpr(-1e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 #: requests whose tiles are counted at a time
 _COUNTED = tl.constexpr(64)
-#: where keys and values go: to `own` alone, to the log alone, to `own` and the ring
-OWN, LOG, RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: where keys and values go: to `own` alone, to the log alone, to `own` and the ring, to `own` and the pages of a large window
+OWN, LOG, RING, WINDOW_PAGES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 # Queries, keys and values ---------------------------------------------------------------------------------------------
@@ -63,9 +64,12 @@ def project_heads(
     positions, owners, write_from, table_rows, tables, table_width, slots, slot_stride, slot_column, q_eps, k_eps, v_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr,
     IS_PAIRS: tl.constexpr, NORMS_Q: tl.constexpr, NORMS_K: tl.constexpr, NORMS_V: tl.constexpr, NORMS_AFTER: tl.constexpr,
-    PLACE: tl.constexpr, PAGE_ROWS: tl.constexpr, IS_BF16: tl.constexpr,
+    PLACE: tl.constexpr, PAGE_ROWS: tl.constexpr, IS_BF16: tl.constexpr, HAS_GATES: tl.constexpr = False,
 ):  # fmt: skip
-    """GROUP heads of one row. The first ROPE dims of queries and keys turn, in pairs (2i, 2i + 1) or (i, i + ROPE / 2)."""
+    """GROUP heads of one row. The first ROPE dims of queries and keys turn, in pairs (2i, 2i + 1) or (i, i + ROPE / 2).
+
+    HAS_GATES: a gate lies behind each query.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     column = tl.arange(0, W)[None, :]
@@ -73,7 +77,10 @@ def project_heads(
     is_q, is_v = head < HEADS, head >= HEADS + KV
     is_k = (is_q | is_v) == 0
     x += row * x_stride
-    value = _value(x, bias, head * D + column, inside, IS_BF16)
+    place = head
+    if HAS_GATES:
+        place += tl.minimum(head, HEADS)
+    value = _value(x, bias, place * D + column, inside, IS_BF16)
     is_turned = column < ROPE
     partner = column
     if ROPE:
@@ -84,7 +91,7 @@ def project_heads(
             is_first = column < HALF
             angle = column % HALF
             partner = tl.where(is_turned, tl.where(is_first, column + HALF, column - HALF), column)
-        other = _value(x, bias, head * D + partner, inside, IS_BF16)
+        other = _value(x, bias, place * D + partner, inside, IS_BF16)
         c = tl.load(cos + row * HALF + angle, mask=is_turned, other=1.0)
         s = tl.load(sin + row * HALF + angle, mask=is_turned, other=0.0)
         s = tl.where(is_first, -s, s)
@@ -131,11 +138,28 @@ def project_heads(
             is_kept = is_kept & (position >= tl.load(write_from + owner))
             at = tl.load(table_rows + owner).to(tl.int64) * table_width + position // PAGE_ROWS
             page = tl.load(tables + at, mask=is_kept, other=0).to(tl.int64)
+        elif PLACE == WINDOW_PAGES:  # what no later query sees has no page
+            at = tl.load(table_rows + owner).to(tl.int64) * table_width + position // PAGE_ROWS
+            page = tl.load(tables + at, mask=is_kept, other=-1).to(tl.int64)
+            is_kept = is_kept & (page >= 0)
         else:
             page = tl.load(slots + owner * slot_stride + slot_column, mask=is_kept, other=0).to(tl.int64)
-        place = (position % PAGE_ROWS).to(tl.int64) * (KV * D)
-        _put(kept_k + page * k_page + place + k_at, value, is_k & is_kept)
-        _put(kept_v + page * v_page + place + v_at, value, is_v & is_kept)
+        there = (position % PAGE_ROWS).to(tl.int64) * (KV * D)
+        _put(kept_k + page * k_page + there + k_at, value, is_k & is_kept)
+        _put(kept_v + page * v_page + there + v_at, value, is_v & is_kept)
+
+
+@triton.jit
+def gate_heads(out, x, x_stride, bias, owners, D: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, IS_BF16: tl.constexpr):
+    """A head of a row, times the sigmoid of its gate, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(owners + row) < 0:
+        return
+    head, column = tl.program_id(1), tl.arange(0, W)
+    gate = _value(x + row * x_stride, bias, (2 * head + 1) * D + column, column < D, IS_BF16)
+    out += (row * HEADS + head) * D + column
+    value = tl.load(out, mask=column < D, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+    store_as(out, value, column < D)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -212,7 +236,7 @@ def _walk(
     query, position, low, first, stop, least, most, own_k, own_v, kept_k, kept_v, k_page, v_page, table, ring_page, start,
     first_row, kv_head, factor, softcap,
     KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, IN_LOG: tl.constexpr,
-    HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    IN_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows of `query` [M, W] over tiles [first, stop): peak, sums and unnormalised output.
 
@@ -231,9 +255,12 @@ def _walk(
             key = _loaded(kept_k + page * k_page + row, D, W, EXACT)
         else:
             is_ring = at < start
+            page = ring_page
+            if IN_WINDOW:
+                page = tl.load(table + at // PAGE_ROWS, mask=is_ring, other=0).to(tl.int64)
             row = (at % PAGE_ROWS).to(tl.int64) * (KV * D) + kv_head * D
             own_row = tl.where(is_ring, first_row, first_row + at - start).to(tl.int64) * (KV * D) + kv_head * D
-            key = _loaded(tl.where(is_ring, kept_k + ring_page * k_page + row, own_k + own_row), D, W, EXACT)
+            key = _loaded(tl.where(is_ring, kept_k + page * k_page + row, own_k + own_row), D, W, EXACT)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * factor
         if HAS_CAP:
             score = (softcap - 2 * softcap / (tl.exp2(score * (2 * _LOG2_E / softcap)) + 1)) * _LOG2_E
@@ -249,7 +276,7 @@ def _walk(
         if IN_LOG:
             value = _loaded(kept_v + page * v_page + row, D, W, EXACT)
         else:
-            value = _loaded(tl.where(is_ring, kept_v + ring_page * v_page + row, own_v + own_row), D, W, EXACT)
+            value = _loaded(tl.where(is_ring, kept_v + page * v_page + row, own_v + own_row), D, W, EXACT)
         out = tl.dot(weight, value, out * shrink[:, None], input_precision="ieee")
     return peak, total, out
 
@@ -275,7 +302,7 @@ def attend_split(
     table_width, slots, slot_stride, slot_column, partial, peaks, sums, factor, softcap,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, HEAD_TILE: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr, RESET: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    IN_LOG: tl.constexpr, HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    IN_LOG: tl.constexpr, IN_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (query x key/value head x part of its group, split)."""
     GROUP: tl.constexpr = HEADS // KV
@@ -297,7 +324,7 @@ def attend_split(
     first_row = tl.load(first_rows + owner)
     table = tables + tl.load(table_rows + owner).to(tl.int64) * table_width
     ring_page = first_row.to(tl.int64)
-    if not IN_LOG:
+    if not IN_LOG and not IN_WINDOW:
         ring_page = tl.load(slots + owner * slot_stride + slot_column).to(tl.int64)
     of_group = tl.program_id(0) % PARTS * HEAD_TILE + tl.arange(0, HEAD_TILE)
     is_head = of_group < GROUP
@@ -308,7 +335,8 @@ def attend_split(
     each_row = tl.zeros((HEAD_TILE,), tl.int32)
     peak, total, out = _walk(
         query, each_row + position, each_row + low, first, stop, low, position, own_k, own_v, kept_k, kept_v, k_page, v_page,
-        table, ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG, HAS_CAP, EXACT, STAGES,
+        table, ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG,
+        IN_WINDOW, HAS_CAP, EXACT, STAGES,
     )  # fmt: skip
     base = (t * tl.num_programs(1) + tl.program_id(1)) * HEADS + head
     tl.store(peaks + base, peak, mask=is_head)
@@ -368,7 +396,7 @@ def attend_tiles(
     table_width, slots, slot_stride, slot_column, sinks, out, factor, softcap, num_rows, num_requests,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, HEAD_TILE: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, RESET: tl.constexpr, PAGE_ROWS: tl.constexpr, IN_LOG: tl.constexpr,
-    HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    IN_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, the longest first; key/value head x part of its group). Rows of padding become zeros."""
     GROUP: tl.constexpr = HEADS // KV
@@ -395,7 +423,7 @@ def attend_tiles(
     oldest = tl.load(valid_from + owner)
     table = tables + tl.load(table_rows + owner).to(tl.int64) * table_width
     ring_page = first_row.to(tl.int64)
-    if not IN_LOG:
+    if not IN_LOG and not IN_WINDOW:
         ring_page = tl.load(slots + owner.to(tl.int64) * slot_stride + slot_column).to(tl.int64)
     begin = start + tile * QUERIES
     position = begin + m // HEAD_TILE
@@ -410,7 +438,8 @@ def attend_tiles(
     query = _operand(tl.load(q + at, mask=is_live, other=0.0), EXACT)
     peak, total, found = _walk(
         query, position, low, least // TILE, last // TILE + 1, least, last, own_k, own_v, kept_k, kept_v, k_page, v_page, table,
-        ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG, HAS_CAP, EXACT, STAGES,
+        ring_page, start, first_row, kv_head, factor, softcap, KV, D, W, TILE, PAGE_ROWS, IN_LOG,
+        IN_WINDOW, HAS_CAP, EXACT, STAGES,
     )  # fmt: skip
     total = _with_sink(total, peak, sinks, head, of_group < GROUP)
     store_as(out + at, found / total[:, None], is_live)

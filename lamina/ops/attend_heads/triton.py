@@ -3,6 +3,7 @@
     project_heads(x, ...)       queries of a projection; its keys and values are stored
     attend_heads(q, own, ...)   as `ref.attend_heads`
     keep_rows(own, store, rows) after attention: the last rows of each request into its ring
+    gate_heads(out, x, ...)     after attention: its output times the sigmoid of gates
     refuses(machine, case)      why they are not served, or None
 
 Launches, order "prefill": one; a program per tile of queries of one request. Order "decode": one over ranges of a row's tiles,
@@ -89,7 +90,7 @@ def project_heads(
     x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype,
     turns: tuple[Tensor, Tensor] | None, is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None,
     k_norm: tuple[Tensor | None, float] | None = None, v_norm_eps: float = 0.0, norms_after: bool = False,
-    warmth: Tensor | None = None,
+    warmth: Tensor | None = None, has_gates: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Queries [T, H, d] in `dtype`, and the step's rows as stored, one tensor [T, K * d] a field; of a log's store none.
 
@@ -97,9 +98,9 @@ def project_heads(
     turns   cos, sin [T, r / 2] fp32: the first r dims of queries and keys turn, as pairs (2i, 2i + 1) if `is_pairs`, else
             (i, i + r / 2).
     q_norm, k_norm  (weight [d] fp32 or None, eps) of each head, before the rotation, or after it.   v_norm_eps  0: none.
-    warmth  [T] fp32 that multiplies queries at last.
-    A log's rows are stored from `write_from` on. Where every request has one row, a ring's are stored too: what they overwrite
-    is out of every window.
+    warmth  [T] fp32 that multiplies queries at last.   has_gates  x and bias have each head's gate [d] behind its query.
+    A log's rows are stored from `write_from` on, a large window's where a block is there for them. Where every request has one
+    row, a ring's are stored too: what they overwrite is out of every window.
     """
     store, dim = past.store, past.codec.value_dim
     heads, kv_heads, num = case.heads, case.kv_heads, x.shape[0]
@@ -111,18 +112,42 @@ def project_heads(
     wide = triton.next_power_of_2(dim)
     group = max(1, _PROJECTED // wide)
     place = kernels.LOG.value if in_log else kernels.RING.value if rows.is_single else kernels.OWN.value
+    if store.place.kind == "window":
+        place = kernels.WINDOW_PAGES.value
+    tables = _tables(store, rows)
     (kept_k, kept_v), (own_k, own_v) = store.views, own or store.views
     if num:
         kernels.project_heads[(num, triton.cdiv(heads + 2 * kv_heads, group))](
             x, x.stride(0), bias, q_norm[0] if q_norm else None, k_norm[0] if k_norm else None, *(turns or (None, None)), warmth,
             queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners,
-            rows.write_from, rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1],
+            rows.write_from, rows.table_rows, tables, tables.shape[1], rows.slots, rows.slots.shape[1],
             store.place.column, q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0, v_norm_eps,
             HEADS=heads, KV=kv_heads, D=dim, W=wide, GROUP=group, ROPE=2 * turns[0].shape[1] if turns else 0, IS_PAIRS=is_pairs,
             NORMS_Q=q_norm is not None, NORMS_K=k_norm is not None, NORMS_V=v_norm_eps > 0, NORMS_AFTER=norms_after, PLACE=place,
-            PAGE_ROWS=store.rows_per_page, IS_BF16=dtype == torch.bfloat16, num_warps=1, enable_fp_fusion=False,
+            PAGE_ROWS=store.rows_per_page, IS_BF16=dtype == torch.bfloat16, HAS_GATES=has_gates, num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return queries, own
+
+
+def _tables(store: Store, rows: Rows) -> Tensor:
+    """[table rows, blocks] int32: the pages of a request's blocks, of the log or of a large window."""
+    place = store.place
+    return rows.windows[place.group][place.column] if place.kind == "window" else rows.tables
+
+
+def gate_heads(out: Tensor, x: Tensor, bias: Tensor | None, heads: int, rows: Rows) -> None:
+    """Attention's output [T, H * d] times the sigmoid of its gates, rounded to its type, in place; rows of padding as they are.
+
+    x, bias  as `project_heads` takes them with gates.
+    """
+    num, dim = out.shape[0], out.shape[1] // heads
+    assert out.is_contiguous()
+    if num:
+        kernels.gate_heads[(num, heads)](
+            out, x, x.stride(0), bias, rows.owners, D=dim, W=triton.next_power_of_2(dim), HEADS=heads,
+            IS_BF16=out.dtype == torch.bfloat16, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def attend_heads(
@@ -134,6 +159,7 @@ def attend_heads(
     q    [T, H, d] fp32 or bf16.   own  the step's rows as stored, of a ring's store; a log has them already.
     max_context  no request has more tokens after the step.   A row's bits depend on itself and the order.
     """
+    assert case.top_k is None, "no selection here"
     num, heads, dim = q.shape
     if out is None:
         out = torch.empty(num, heads * dim, dtype=q.dtype, device=q.device)
@@ -153,12 +179,14 @@ def attend_heads(
         "RESET": case.reset or 0,
     }  # fmt: skip
     walk = {
-        "KV": kv_heads, "HEAD_TILE": tiles.heads, "PAGE_ROWS": store.rows_per_page, "IN_LOG": in_log, "HAS_CAP": has_cap,
+        "KV": kv_heads, "HEAD_TILE": tiles.heads, "PAGE_ROWS": store.rows_per_page, "IN_LOG": in_log,
+        "IN_WINDOW": store.place.kind == "window", "HAS_CAP": has_cap,
         "EXACT": is_exact, "STAGES": tiles.stages, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
     parts = kv_heads * triton.cdiv(heads // kv_heads, tiles.heads)
     stored = (own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0))
-    paged = (rows.table_rows, rows.tables, rows.tables.shape[1], rows.slots, rows.slots.shape[1], store.place.column)
+    tables = _tables(store, rows)
+    paged = (rows.table_rows, tables, tables.shape[1], rows.slots, rows.slots.shape[1], store.place.column)
     if order == "prefill":
         kernels.attend_tiles[(triton.cdiv(num, tiles.queries) + rows.num_requests, parts)](
             q, *stored, rows.owners, rows.starts, rows.stops, rows.first_rows, rows.valid_from, *paged, case.sinks, out, factor,

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 """Triton kernels of the routed experts: align, quantise, gate-up, down, sum. `triton.py` calls them and says what each buffer is;
-`packed.py` has the layout of the weights. `plain_gate_up` and `plain_down` read weights of any other format, for `plain.py`.
+`packed.py` has the layout of the weights. `plain_kernels.py` reads weights of any other format, for `plain.py`.
 
 A token is a *column* of every product: weights [64 .. 256 rows] x tokens [16 or more], so that few tokens fill the tensor cores.
 All sums have one order: of a block of 128 columns by one chain of instructions from zero (rebased; else of each group of 32,
@@ -12,7 +12,7 @@ INTERPRET marks Triton's CPU interpreter, which has no inline assembly and no bf
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from lamina.ops.quantise.kernels import e4m3_to_fp32, round_bf16
+from lamina.ops.quantise.kernels import round_bf16
 
 #: bytes of a tile and block, and of half of it
 _TILE, _HALF = tl.constexpr(4096), tl.constexpr(2048)
@@ -96,7 +96,7 @@ def _to_scaled_fp8(packed, low_table, low_next, high_table, high_next, INTERPRET
 
 
 @triton.jit
-def _to_bf16(packed, INTERPRET: tl.constexpr):
+def to_bf16(packed, INTERPRET: tl.constexpr):
     """Both nibbles of each byte as bf16 (fp32 in the interpreter), exact: the bits placed read as e2m1 * 2^-126, times 2^126."""
     if INTERPRET:
         wide = packed.to(tl.int32)
@@ -173,7 +173,7 @@ def _half(
         if FP8:
             low, high = _to_fp8(packed, INTERPRET)
         else:
-            low, high = _to_bf16(packed, INTERPRET)
+            low, high = to_bf16(packed, INTERPRET)
         total += tl.dot(low, x_low, input_precision="ieee") * _scale(word, 2 * HALF)[:, None]
         total += tl.dot(high, x_high, input_precision="ieee") * _scale(word, 2 * HALF + 1)[:, None]
     return total
@@ -400,116 +400,6 @@ def align_blocks(
         tl.store(block_first + begin + b, first + b * TOKENS, mask=live)
         tl.store(block_rows + begin + b, tl.minimum(count - b * TOKENS, TOKENS), mask=live)
     tl.store(num_blocks, tl.sum(blocks, 0))
-
-
-@triton.jit
-def _operand(tile, IS_CODES: tl.constexpr, MATHS: tl.constexpr, INTERPRET: tl.constexpr):
-    """A tile as loaded -> as multiplied: fp8 as it is, everything else in bf16 or fp32."""
-    if IS_CODES:
-        if INTERPRET or MATHS != "fp8":
-            tile = e4m3_to_fp32(tile)
-        if not INTERPRET and MATHS == "codes":
-            tile = tile.to(tl.bfloat16)
-    elif INTERPRET or MATHS == "fp32":
-        tile = tile.to(tl.float32)
-    return tile
-
-
-@triton.jit
-def _plain_product(
-    x, x_scales, row_of_x, live, weights, scales, expert, row, inside,
-    K: tl.constexpr, MATRIX_ROWS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, TOKENS] fp32: rows `row` of an expert's matrix [MATRIX_ROWS, K] times rows `row_of_x` of x."""
-    SCALE_COLUMNS: tl.constexpr = (K + 127) // 128
-    within = tl.arange(0, BLOCK)
-    weights += (expert * MATRIX_ROWS + row)[:, None] * K + within[None, :]
-    x += row_of_x[:, None] * K + within[None, :]
-    if IS_CODES:
-        scales += (expert * ((MATRIX_ROWS + 127) // 128) + row // 128) * SCALE_COLUMNS
-    if MATHS == "fp8":
-        x_scales += row_of_x * SCALE_COLUMNS
-    total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for k in tl.range(0, (K + BLOCK - 1) // BLOCK, num_stages=STAGES):
-        own = live[:, None]
-        of = inside[:, None]
-        if K % BLOCK:
-            own = own & (k * BLOCK + within < K)[None, :]
-            of = of & (k * BLOCK + within < K)[None, :]
-        tokens = tl.trans(_operand(tl.load(x + k * BLOCK, mask=own, other=0.0), MATHS == "fp8", MATHS, INTERPRET))
-        matrix = _operand(tl.load(weights + k * BLOCK, mask=of, other=0.0), IS_CODES, MATHS, INTERPRET)
-        if IS_CODES:  # a block of columns has one scale
-            part = tl.dot(matrix, tokens, input_precision="ieee") * tl.load(scales + k, mask=inside, other=0.0)[:, None]
-            if MATHS == "fp8":
-                part *= tl.load(x_scales + k, mask=live, other=0.0)[None, :]
-            total += part
-        else:
-            total = tl.dot(matrix, tokens, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def plain_gate_up(
-    x, x_scales, weights, scales, shares, h, places, block_expert, block_first, block_rows, num_blocks, limit,
-    K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """h[sorted place, INNER] = silu(gate) * up * share: one block of tokens, ROWS of its columns; up's rows follow gate's."""
-    TILES: tl.constexpr = (INNER + ROWS - 1) // ROWS
-    block = tl.program_id(0) // TILES
-    if block >= tl.load(num_blocks):
-        return
-    expert = tl.load(block_expert + block).to(tl.int64)
-    first = tl.load(block_first + block)
-    slot = tl.arange(0, TOKENS)
-    live = slot < tl.load(block_rows + block)
-    place = tl.load(places + first + slot, mask=live, other=0)
-    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
-    inside = row < INNER
-    token = (place // TOP_K).to(tl.int64)
-    gate = _plain_product(
-        x, x_scales, token, live, weights, scales, expert, row, inside,
-        K, 2 * INNER, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
-    )  # fmt: skip
-    up = _plain_product(
-        x, x_scales, token, live, weights, scales, expert, row + INNER, inside,
-        K, 2 * INNER, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
-    )  # fmt: skip
-    if HAS_LIMIT:  # comparisons, so that a NaN stays one
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    share = tl.load(shares + place, mask=live, other=0.0)
-    act = gate / (1 + tl.exp(-gate)) * up * share[None, :]
-    if INTERPRET and h.dtype.element_ty == tl.bfloat16:
-        act = round_bf16(act)
-    out = h + (first + slot).to(tl.int64)[None, :] * INNER + row[:, None]
-    tl.store(out, act.to(h.dtype.element_ty), mask=live[None, :] & inside[:, None])
-
-
-@triton.jit
-def plain_down(
-    h, h_scales, weights, scales, partial, places, block_expert, block_first, block_rows, num_blocks,
-    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    MATHS: tl.constexpr, IS_CODES: tl.constexpr, STAGES: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """partial[place, WIDTH] = h @ down: one block of tokens, ROWS of its columns."""
-    TILES: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
-    block = tl.program_id(0) // TILES
-    if block >= tl.load(num_blocks):
-        return
-    expert = tl.load(block_expert + block).to(tl.int64)
-    slot = tl.arange(0, TOKENS)
-    live = slot < tl.load(block_rows + block)
-    position = (tl.load(block_first + block) + slot).to(tl.int64)
-    row = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
-    inside = row < WIDTH
-    total = _plain_product(
-        h, h_scales, position, live, weights, scales, expert, row, inside,
-        K, WIDTH, ROWS, TOKENS, BLOCK, MATHS, IS_CODES, STAGES, INTERPRET,
-    )  # fmt: skip
-    place = tl.load(places + position, mask=live, other=0).to(tl.int64)
-    tl.store(partial + place[None, :] * WIDTH + row[:, None], total, mask=live[None, :] & inside[:, None])
 
 
 @triton.jit

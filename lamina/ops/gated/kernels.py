@@ -9,7 +9,7 @@ from lamina.ops.rope_norm.kernels import store_as
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         x = x / (1 + tl.exp(-x))
     elif ACTIVATION == "relu2":
@@ -40,9 +40,9 @@ def gated(
         up = tl.load(h + at + INNER, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             up += tl.load(bias + INNER + column, mask=inside, other=0.0)
-        x = _activated(x * multiplier, ACTIVATION) * up
+        x = activated(x * multiplier, ACTIVATION) * up
     else:
-        x = _activated(x, ACTIVATION)
+        x = activated(x, ACTIVATION)
     x = rounded(tl.where(inside, x, 0.0), IS_BF16)
     to = row[:, None] * INNER + column
     store_as(values + to, x, inside)

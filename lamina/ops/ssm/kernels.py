@@ -16,7 +16,7 @@ from lamina.ops.rope_norm.kernels import normed, store_as
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)), also where exp(x) is far below 1."""
     power = tl.exp(-tl.abs(x))
     whole = 1.0 + power
@@ -81,7 +81,7 @@ def scan(
         next_step = tl.load(steps, mask=has_factor & more, other=0.0)
         next_b = tl.load(b, mask=real & more, other=0.0)
         next_c = tl.load(c, mask=real & more, other=0.0)
-        step = tl.maximum(_softplus(step + offset), least, propagate_nan=tl.PropagateNan.ALL)
+        step = tl.maximum(softplus(step + offset), least, propagate_nan=tl.PropagateNan.ALL)
         step = tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL)
         state = tl.exp(step[:, None] * rate) * state + (step * taken)[:, None] * key[None, :]
         state = rounded(state, STORED_BF16)
