@@ -200,7 +200,7 @@ class DeviceProjection:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRouter:
-    """kind, top_k, normalises, scale, groups, kept  as `models.network.Router` says.   bias  [E] fp32, for the selection alone."""
+    """kind, top_k, normalises, scale, groups, kept  as `models.network.Router` says.   bias  [E] fp32, for the choice alone."""
 
     kind: str
     top_k: int

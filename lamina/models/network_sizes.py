@@ -2,6 +2,7 @@
 
 from lamina.models.network import Attention, Experts, Mlp, Network, Parallel
 from lamina.models.parts_delta import DecayedAttention, DeltaRule
+from lamina.models.parts_latent import Latent
 
 
 def row_bytes(network: Network) -> int:
@@ -17,6 +18,7 @@ def request_bytes(network: Network) -> int:
         for branch in branches:
             parts = branch.part.parts if isinstance(branch.part, Parallel) else (branch.part,)
             sizes += [32 * part.heads * (part.dim + 2) * 4 for part in parts if isinstance(part, Attention)]
+            sizes += [max(8 * part.heads, 2048) * (part.rank + 2) * 4 for part in parts if isinstance(part, Latent)]
     return max(sizes)
 
 
@@ -26,6 +28,8 @@ def _part_bytes(part: object, hidden: int) -> int:
     if isinstance(part, Attention):
         queries = part.heads * (1 + part.is_gated)
         return (queries + 2 * part.kv_heads) * part.dim * 8 + part.heads * part.dim * 4
+    if isinstance(part, Latent):  # projected, in two parts, absorbed; found, and as values
+        return part.heads * (2 * (part.nope + part.rope.dim) + 2 * part.rank + part.value) * 4 + 8 * (part.q_rank or 0)
     if isinstance(part, Experts):
         shared = _part_bytes(part.shared, hidden) if part.shared is not None else 0
         return part.router.top_k * (4 * part.width + 4 * hidden) + 8 * part.num + shared

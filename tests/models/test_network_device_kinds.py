@@ -1,4 +1,4 @@
-"""What `test_network_device.py` says, of models with experts of other kinds, chunks, large windows and shared rows."""
+"""What `test_network_device.py` says, of models with experts of other kinds, chunks, large windows, shared rows and latents."""
 
 import importlib.util
 import json
@@ -40,7 +40,20 @@ STREAMS = {
     "laurel_rank": 6, "activation_sparsity_pattern": [0.9, 0.0, 0.3, 0.0], "head_dim": 12, "final_logit_softcapping": 5.0,
     "intermediate_size": 24,
 }  # fmt: skip
+LATENT = COMMON | {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 0,
+    "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+LATENT_V2 = LATENT | {
+    "topk_method": "group_limited_greedy", "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "num_hidden_layers": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+WHOLE = LATENT | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1}
 MODELS: dict[str, tuple[str, dict[str, object], str]] = {
+    "latents": ("DeepseekV3Config", LATENT, ""),
+    "latents, biases": ("DeepseekV2Config", LATENT_V2, ""),
+    "latents, whole queries": ("DeepseekV3Config", WHOLE, ""),
     "gpt-oss": ("GptOssConfig", COMMON | OSS, ""),
     "gpt-oss, packed": ("GptOssConfig", COMMON | OSS | {"intermediate_size": 96, "num_hidden_layers": 1}, ""),
     "llama 4": ("Llama4TextConfig", COMMON | LLAMA4, "Llama4ForCausalLM"),
@@ -53,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, object], str]] = {
 }  # fmt: skip
 
 
-USUAL = ("gpt-oss, packed", "llama 4")
+USUAL = ("gpt-oss, packed", "llama 4", "latents")
 
 
 def pack_experts(directory: Path) -> None:
@@ -94,6 +107,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     [
         "gpt-oss, packed",
         "llama 4",
+        "latents",
         *(pytest.param(one, marks=pytest.mark.long) for one in MODELS if one not in USUAL and "large" not in one),
     ],
 )

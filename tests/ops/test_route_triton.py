@@ -11,7 +11,8 @@ from torch import Tensor
 from lamina.ops.machine import Machine
 from lamina.ops.route import RouteCase, kernels, route_by_table
 from lamina.ops.route import route as definition
-from lamina.ops.route.triton import refuses, route
+from lamina.ops.route.softmax import route_sigmoid, route_softmax
+from lamina.ops.route.triton import refuses, route, route_plain
 from lamina.ops.rows import Rows, rows_of
 from lamina.ops.sequences import Piece
 
@@ -43,6 +44,26 @@ def test_the_definition(experts: int, top_k: int) -> None:
     scores = torch.nn.functional.softplus(logits.double(), threshold=1e9).sqrt() + bias.double()
     same = scores.gather(1, chosen.cpu().long()) - scores.gather(1, expected)
     assert int(differs.sum()) <= logits.shape[0] // 500 and float(same.abs().max()) < 1e-6
+    torch.testing.assert_close(weights.cpu()[~differs], shares[~differs], rtol=2e-6, atol=0)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "groups", "kept", "top_k"), [(8, 4, 2, 3), (160, 8, 3, 6), (12, 2, 2, 4)])
+def test_groups(kind: str, experts: int, groups: int, kept: int, top_k: int) -> None:
+    """Groups of any size; ties, of which the first group wins."""
+    generator = torch.Generator().manual_seed(experts)
+    logits = torch.randn(12 if DEVICE == "cpu" else 500, experts, generator=generator)
+    logits[0] = 0.5
+    bias = torch.randn(experts, generator=generator) if kind == "sigmoid" else None
+    moved = None if bias is None else bias.to(DEVICE)
+    chosen, weights = route_plain(logits.to(DEVICE), moved, kind, top_k, True, 2.5, rows(logits.shape[0]), groups, kept)
+    if kind == "sigmoid":
+        expected, shares = route_sigmoid(logits, bias, top_k, True, 2.5, groups, kept)
+    else:
+        expected, shares = route_softmax(logits, top_k, True, 2.5, groups, kept)
+    differs = (chosen.cpu() != expected).any(1)
+    assert int(differs.sum()) <= logits.shape[0] // 250  # sums within an ulp or two of each other
     torch.testing.assert_close(weights.cpu()[~differs], shares[~differs], rtol=2e-6, atol=0)
 
 

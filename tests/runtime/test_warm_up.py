@@ -55,9 +55,10 @@ class Serving:
     """A small model as on a GPU of this compute capability, with a scheduler that is one step ahead."""
 
     def __init__(
-        self, directory: Path, capability: tuple[int, int], mode: Mode, pages: int = PAGES, block_tokens: int | None = None
-    ) -> None:
-        plan = blueprint(read_config(directory), "fp8", "fp4")
+        self, directory: Path, capability: tuple[int, int], mode: Mode, pages: int = PAGES, block_tokens: int | None = None,
+        cache_format: str = "fp8",
+    ) -> None:  # fmt: skip
+        plan = blueprint(read_config(directory), cache_format, "fp4")
         layout = make_layout(plan.memories, plan.hidden, block_tokens)
         arena = DeviceArena(layout, pages, CPU)
         arena._mover = move
@@ -184,6 +185,11 @@ STREAMS = {
     "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 1000, "laurel_rank": 16,
     "activation_sparsity_pattern": [0.9, 0.0, 0.3], "head_dim": 20,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 48, "q_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20,
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4,
+    "topk_group": 2, "num_key_value_heads": 4,
+}  # fmt: skip
 NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
     "logs": ("Qwen3MoeConfig", COMMON | EXPERTS),
     "scans": ("FalconH1Config", COMMON | SCANS),
@@ -191,6 +197,7 @@ NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
     "delta rule": ("Qwen3NextConfig", COMMON | EXPERTS | DELTA),
     "decayed attention": ("MiniMaxConfig", COMMON | DECAYED),
     "experts with biases": ("GptOssConfig", COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 20}),
+    "latents": ("DeepseekV3Config", COMMON | LATENT),
     "large windows": ("MistralConfig", COMMON | {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 400}),
     "streams": ("Gemma3nTextConfig", COMMON | STREAMS),
     "windows": ("Qwen2Config", COMMON | {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}),
@@ -207,7 +214,8 @@ def test_networks_too(capability: tuple[int, int], name: str, tmp_path: Path) ->
     families = load_helper("models/families.py")
     config, values = NETWORKS[name]
     families.build(families.Recipe(config, values)).save_pretrained(tmp_path)
-    serving = Serving(tmp_path, capability, True, 3000, 16 if name == "logs" else None)
+    cache_format = "bf16" if name == "latents" else "fp8"
+    serving = Serving(tmp_path, capability, True, 3000, 16 if name in ("logs", "latents") else None, cache_format)
     with watch() as seen:
         serving.warm_up(True)
         assert seen

@@ -84,10 +84,41 @@ def route(
 
 
 @triton.jit
+def _ordered(x):
+    """Integers ordered as the values are, NaN first."""
+    x = tl.where(x == 0, 0.0, x)  # -0 is no less than 0
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _in_groups(wanted, expert, inside, EACH: tl.constexpr, KEPT: tl.constexpr, IS_PAIR: tl.constexpr):
+    """Whether an expert is in one of the KEPT groups of EACH whose best, or sum of the two best if IS_PAIR, is the largest."""
+    SIZE: tl.constexpr = wanted.shape[0]
+    worth = tl.zeros((SIZE,), tl.float32)
+    number = expert // EACH
+    for group in tl.static_range(SIZE // EACH):
+        own = tl.where(inside & (number == group), wanted, -float("inf"))
+        best = tl.max(own, 0)
+        if IS_PAIR:
+            first = tl.min(tl.where((own == best) & (number == group), expert, SIZE), 0)
+            best += tl.max(tl.where(expert == first, -float("inf"), own), 0)
+        worth = tl.where(number == group, best, worth)
+    key = tl.where(inside, _ordered(worth), -2147483648)
+    kept = expert < 0
+    for _ in tl.static_range(KEPT):
+        first = tl.min(tl.where(key == tl.max(key, 0), expert, SIZE), 0)
+        is_best = number == first // EACH
+        kept = kept | is_best
+        key = tl.where(is_best, -2147483648, key)
+    return kept
+
+
+@triton.jit
 def route_plain(
     logits, bias, owners, chosen, weights, scale,
     EXPERTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, KIND: tl.constexpr,
-    NORMALISES: tl.constexpr,
+    NORMALISES: tl.constexpr, GROUPS: tl.constexpr = 1, KEPT: tl.constexpr = 1,
 ):  # fmt: skip
     """chosen and weights [T, TOP_K] by softmax of all, softmax or sigmoids of the chosen, or sigmoids; of padding -1 and 0."""
     row = tl.program_id(0).to(tl.int64)
@@ -107,9 +138,9 @@ def route_plain(
     wanted = score if KIND == "sigmoid" else value
     if bias is not None:
         wanted = wanted + tl.load(bias + expert, mask=inside, other=0.0)
-    wanted = tl.where(wanted == 0, 0.0, wanted)  # -0 is no less than 0
-    bits = tl.where(wanted == wanted, wanted.to(tl.int32, bitcast=True), 0x7FC00000)
-    key = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)  # ordered as the values are, NaN first
+    key = tl.where(inside, _ordered(wanted), -2147483648)
+    if GROUPS > 1:
+        key = tl.where(_in_groups(wanted, expert, inside, EXPERTS // GROUPS, KEPT, KIND == "sigmoid"), key, -2147483648)
     found = tl.zeros((PLACES,), tl.int32)
     share = tl.zeros((PLACES,), tl.float32)
     for j in tl.static_range(TOP_K):

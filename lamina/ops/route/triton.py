@@ -1,7 +1,7 @@
 """Expert routing on a GPU, learned or by table, in one launch.
 
 route(logits, ...)       as `ref.route` and `ref.route_by_table`
-route_plain(logits, ...) as the routers of `softmax.py`, without groups
+route_plain(logits, ...) as the routers of `softmax.py`
 refuses(machine, case)   why this machine or these shapes are not served, or None
 """
 
@@ -50,21 +50,24 @@ def route(
 
 
 def route_plain(
-    logits: Tensor, bias: Tensor | None, kind: str, top_k: int, normalises: bool, scale: float, rows: Rows
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, bias: Tensor | None, kind: str, top_k: int, normalises: bool, scale: float, rows: Rows, groups: int = 1,
+    kept: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Experts of each row [T, k] int32, the best first, ties to the lowest, and their weights [T, k] fp32. Padding: -1 and 0.
 
     logits  [T, E] fp32, contiguous.   bias  [E] fp32, for the selection alone, or None.
     kind    softmax, chosen, chosen_sigmoid or sigmoid: `route_softmax`, `route_chosen` or `route_sigmoid` of `softmax.py`.
+    groups, kept  softmax, sigmoid: only experts of the `kept` best of so many groups, a divisor of E, may be chosen.
     """
     num_tokens, num_experts = logits.shape
-    assert logits.is_contiguous()
+    assert logits.is_contiguous() and num_experts % groups == 0
+    assert groups == 1 or kind in ("softmax", "sigmoid")
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     if num_tokens:
         kernels.route_plain[(num_tokens,)](
             logits, bias, rows.owners, chosen, weights, scale,
             EXPERTS=num_experts, SIZE=triton.next_power_of_2(num_experts), TOP_K=top_k, PLACES=triton.next_power_of_2(top_k),
-            KIND=kind, NORMALISES=normalises, num_warps=1,
+            KIND=kind, NORMALISES=normalises, GROUPS=groups if kept < groups else 1, KEPT=kept, num_warps=1,
         )  # fmt: skip
     return chosen, weights
