@@ -475,8 +475,8 @@ def test_compiled_ahead_of_time(
     tiles = choose_tiles(group, 8, dim, cache == "fp32", order, cache == "fp8", capability == 90)
     constants = {
         "HEADS": 8 * group, "KV": 8, "D": dim, "W": dim, "HEAD_TILE": tiles.heads, "TILE": tiles.rows, "WINDOW": window,
-        "RESET": 0, "PAGE_ROWS": 4096 if window else 16, "IN_LOG": not window, "HAS_CAP": False, "EXACT": cache == "fp32",
-        "STAGES": tiles.stages,
+        "RESET": 0, "PAGE_ROWS": 4096 if window else 16, "IN_LOG": not window, "IN_WINDOW": False, "HAS_CAP": False,
+        "EXACT": cache == "fp32", "STAGES": tiles.stages,
     }  # fmt: skip
     if order == "decode":
         constants |= {"SPLITS": tiles.splits, "LEAST_TILES": tiles.least_tiles}
