@@ -135,7 +135,7 @@ class EveryRow:
         ("window", "fp32"),
         ("scans beside attention", "fp32"),
         ("scanned channels", "fp32"),
-        ("delta rule", "fp32"),
+        pytest.param("delta rule", "fp32", marks=pytest.mark.long),
         *(pytest.param(*one, marks=pytest.mark.long) for one in (("experts", "fp32"), ("caps", "fp32"), ("window", "bf16"))),
         *(
             pytest.param(one, "fp32", marks=pytest.mark.long)

@@ -105,8 +105,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt-oss, packed",
-        "llama 4",
+        pytest.param("gpt-oss, packed", marks=pytest.mark.long),
+        pytest.param("llama 4", marks=pytest.mark.long),
         "latents",
         *(pytest.param(one, marks=pytest.mark.long) for one in MODELS if one not in USUAL and "large" not in one),
     ],
