@@ -36,7 +36,7 @@ MAY_IMPORT = {
                 "schedule.step", "memory.layout", "memory.kinds", "memory.orders"},
     "plan": {"plan", "memory", "models.families", "models.description", "models.needed", "models.checkpoints", "models.files",
              "weights.headers", "base"},
-    "engine": {"engine", "runtime", "schedule", "memory", "models.files", "base"},
+    "engine": {"engine", "runtime", "schedule", "memory", "chat", "models.chats", "models.files", "base"},
     "top": {"top", "engine", "runtime", "schedule", "memory", "base"},
     "server": {"server", "top", "engine", "chat", "models.chats", "models.files", "base"},
     "cli": {"cli", "server", "top", "engine", "chat", "plan", "models", "base"},

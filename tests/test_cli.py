@@ -104,6 +104,18 @@ def test_streaming_prints_what_printing_at_the_end_does(model: str, capsys: pyte
     assert headings == [("1", '"One"'), ("2", '"Two lines"')]
 
 
+def test_several_prompts_say_what_each_reused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [option for text in ("Once", "Once", "Twice") for option in ("--prompt", text)]
+    for_gpus = ["--no-warmup", "--kernels", "portable"]
+    assert main(["generate", "--model", model, *prompts, *for_gpus, "--max-tokens", "2", "--no-stream", "--ignore-eos"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("ignored_on_a_cpu settings='kernels, warmup'") == 1
+    first, same, other = (re.sub(r"[(][0-9]+ tokens?[)]", "(N)", line) for line in lines[-4:-1])
+    assert first == "prompt 1 (N): 0 tokens reused: nothing was stored yet"
+    assert same == "prompt 2 (N): 0 tokens reused: nothing was stored yet (prompt 1 is the same and ran beside it)"
+    assert other == "prompt 3 (N): 0 tokens reused: nothing was stored yet"
+
+
 def test_memory_and_logprobs_after_the_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = ["generate", "--model", model, "--prompt", "Hello", "--max-tokens", "3", "--ignore-eos"]
     assert main([*one, "--logprobs", "1", "--memory", "-v"]) == 0

@@ -13,7 +13,18 @@ from rich.progress import Progress
 from lamina.base.config import EngineConfig
 from lamina.cli import main, warmup
 from lamina.engine.engine import Engine
-from lamina.models.implementations import Choice, dims_of, implementations, machine_named, refusals, shipped_values
+from lamina.models.families import NETWORKS
+from lamina.models.implementations import (
+    Choice,
+    Row,
+    dims_of,
+    implementations,
+    machine_named,
+    network_rows,
+    refusals,
+    shipped_values,
+)
+from lamina.models.network import Branch
 from lamina.ops.catalog import DEFINITION, catalog
 from lamina.ops.machine import Machine
 
@@ -114,8 +125,27 @@ def test_families_given_as_networks(capsys: Capture) -> None:
     """A row or two for each kind of part; on a CPU the definitions serve."""
     assert main(["ops", str(FLASH.parent / "jamba-1.5-mini.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [row["op"] for row in found["rows"] if row["is_chosen"]] == ["ChannelScan", "Mlp", "Experts", "Attention"]
+    ops = ["residual and norms", "scan, by channel", "MLP", "experts", "attention"]
+    assert [row["op"] for row in found["rows"] if row["is_chosen"]] == ops
     assert {row["implementation"] for row in found["rows"] if row["is_chosen"]} == {"reference"} and not found["problems"]
+
+
+class Strange:
+    """A kind of part that has no GPU kernels."""
+
+
+@needs_triton
+def test_a_cpu_does_not_claim_gpu_kernels_that_there_are_not(capsys: Capture) -> None:
+    """A part that no GPU kernel serves says so on a CPU too; one that a GPU would serve names the GPU."""
+    rows = implementations(json.loads((FLASH.parent / "jamba-1.5-mini.json").read_text()), machine_named("cpu"), Choice())
+    assert {row.why_not for row in rows if row.implementation == "triton"} == {"for NVIDIA GPUs, this is a CPU"}
+    lonely = Row("Strange", "triton", "not on a CPU; on a GPU: Strange layers have no GPU kernels yet")
+    network = NETWORKS["llama"](json.loads((FLASH.parent / "llama-3.1-8b.json").read_text()))
+    odd = replace(network, layers=(*network.layers, (Branch(Strange(), None),)))
+    assert lonely in tuple(network_rows(odd, machine_named("cpu")))
+    assert main(["ops", str(FLASH.parent / "llama-3.1-8b.json"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "attention" in printed and "Mlp" not in printed and "C kernels" in printed
 
 
 @pytest.mark.parametrize(
@@ -142,7 +172,8 @@ def test_errors_are_one_line(args: tuple[str, ...], words: str, capsys: Capture)
 def test_warming_up_without_a_gpu(tiny_of: Callable[[str, str], Path], capsys: Capture) -> None:
     assert main(["warmup", str(tiny_of("flash", "official"))]) == 1
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and "device" in printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1 and "cuda" not in printed.err
+    assert printed.err.startswith("error: warmup compiles kernels for an NVIDIA GPU: there is none here, torch ")
 
 
 def test_the_made_up_requests_are_served(tiny_of: Callable[[str, str], Path]) -> None:

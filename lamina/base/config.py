@@ -1,7 +1,7 @@
 """The engine's settings: one frozen record, resolved once."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lamina.base.errors import ConfigError
 from lamina.base.sizes import GiB, parse_bytes
@@ -123,3 +123,13 @@ class EngineConfig:
     def step_tokens(self) -> int:
         """max_step_tokens as a number."""
         return self.max_step_tokens or 1024
+
+
+def for_gpus_only(config: EngineConfig) -> tuple[str, ...]:
+    """Settings that are not as by default and change nothing on a CPU."""
+    defaults = {field.name: field.default for field in fields(config)}
+    given = {
+        "gpu_memory_utilization": config.gpu_memory_utilization, "kernels": config.kernels,
+        "activation_format": config.activation_format, "warmup": config.warmup,
+    }  # fmt: skip
+    return tuple(name for name, value in given.items() if value != defaults[name])

@@ -20,6 +20,14 @@ class ConfigError(LaminaError, ValueError):
         super().__init__(f"{field}={shown} is not valid: {allowed}")
 
 
+class KeywordError(ConfigError, TypeError):
+    """A keyword argument that there is not: whose, its name and value, and what to write instead."""
+
+    def __init__(self, owner: str, name: str, value: object, hint: str) -> None:
+        super().__init__(name, value, hint)
+        self.args = (f"{owner} has no argument {name!r}: {hint}",)
+
+
 class MissingError(ConfigError):
     """A setting that names something which is not there, or no longer."""
 

@@ -27,6 +27,7 @@ class DsmlFormat:
 
     name = "dsml"
     end_of_thinking: str | None = END_THINK
+    shows_tools = True
     starts_of_calls: tuple[str, ...] = (DSML,)
 
     def __init__(
@@ -68,6 +69,8 @@ class DsmlFormat:
         effort = self._default_effort if options.effort is None else options.effort
         if effort not in EFFORTS:
             raise ConfigError("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+        if not options.begins_answer:
+            raise ConfigError("add_generation_prompt", False, "True: in this format a prompt ends where an answer begins")
         is_thinking = (self._thinks if options.thinking is None else options.thinking) and effort != "none"
         return Plan(
             is_thinking=is_thinking,

@@ -41,6 +41,11 @@ class ChatFormat(Protocol):
         """Tokens that calls begin with, in the vocabularies that have them: after one there are no more thoughts."""
         ...
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether prompts have a place for tools: without one the model would never hear of them."""
+        ...
+
     def render(self, messages: Sequence[Message], options: ChatOptions, special_tokens: Sequence[str] = ()) -> Rendered:
         """The prompt up to where the answer begins.
 

@@ -86,10 +86,19 @@ class JinjaFormat:
         self._tokens = dict(tokens)
         source = "\n".join(templates.values())
         self._knows_developer = "developer" in source
+        self._shows_tools = any(self._names_tools(text) for text in templates.values())
         has_tokens = END_THINK in added_tokens
         self._tags = ThoughtTags(THINK, END_THINK, has_tokens) if has_tokens or END_THINK in source else None
         self._has_calls = "<tool_call>" in source
         self._end_of_thinking = END_THINK if has_tokens else None
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a template reads its variable `tools`."""
+        return self._shows_tools
+
+    def _names_tools(self, text: str) -> bool:
+        return any(name.name == "tools" for name in self._environment.parse(text).find_all(nodes.Name))
 
     @property
     def end_of_thinking(self) -> str | None:
@@ -123,7 +132,7 @@ class JinjaFormat:
             "messages": records,
             "tools": tools or None,
             "documents": None,
-            "add_generation_prompt": not is_open,
+            "add_generation_prompt": options.begins_answer and not is_open,
         }
         if options.thinking is not None:
             values |= {"enable_thinking": options.thinking, "thinking": options.thinking}

@@ -74,6 +74,7 @@ class ChatOptions:
     response_schema shown to the model where the format has a place for it; None: none.
     parallel_tool_calls  whether one answer may hold several calls.
     template_kwargs handed to a template as they are (chat_template_kwargs).
+    begins_answer   whether the prompt ends where an answer begins; False: after the last turn (add_generation_prompt).
     """
 
     thinking: bool | None = None
@@ -84,6 +85,7 @@ class ChatOptions:
     parallel_tool_calls: bool = True
     response_schema: Mapping[str, Json] | None = None
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
+    begins_answer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ _OPEN, _CLOSE = f"<{_MARK}", f"</{_MARK}"
 _BLOCK = "tool_calls>"
 #: what a reader takes for the beginning of calls although it is not how they begin
 _STRAY = (f"{_OPEN}invoke", f"{_OPEN}toolcalls", f"{_OPEN}tool>", f"{_OPEN}function_calls", f"{_OPEN}parameter", _CLOSE)
-_MAX_SPACES = 32
+_MAX_SPACES = 20
 _KEY_PATTERN = r"[^\"<>\n\\]{1,128}"
 #: any text without "<｜" and "</｜", then a parameter's end; each state is a rule, as other ways take 100 ms a token
 _RAW_TEXT = """root ::= text

@@ -42,6 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "a checkpoint: config.json and *.safetensors, or a *.gguf file"
     parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=text)
     group = parser.add_argument_group("what it would run with")
+    text = "judge it for the cpu, for cuda, or auto: a GPU if there is one that can be used (default auto)"
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
     group.add_argument(
         "--cache-bytes", default="1GiB", metavar="SIZE", help="memory for what requests remember: 8GiB, 512MiB (default 1GiB)"
     )
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     cache_bytes = parse_bytes(args.cache_bytes, "cache_bytes")
     choices = Choices(cache_format=args.cache_format, index_format=args.index_format)
     tokenizer = None if directory is None else _tokenizer(directory)
-    report = diagnose(probe_machine(), directory, cache_bytes, choices, tokenizer)
+    report = diagnose(probe_machine(), directory, cache_bytes, choices, tokenizer, args.device)
     make_printable(sys.stdout)
     if args.json:
         print(msgspec.json.encode(report_json(report)).decode())
@@ -141,7 +143,9 @@ def _model_rows(model: ModelFound) -> list[tuple[str, str]]:
         rows.append(("files", f"{files}, {model.num_tensors:,} tensors, {format_bytes(model.stored_bytes or 0)}"))
     if model.tensors is not None:
         rows.append(("tensors", _tensor_words(model)))
-    if model.loaded_bytes is not None:
+    if model.gpu_bytes is not None:
+        rows.append(("weights", f"{format_bytes(model.gpu_bytes)} in memory, as stored on the GPU"))
+    elif model.loaded_bytes is not None:
         rows.append(("weights", f"{format_bytes(model.loaded_bytes)} in memory, as fp32 on the CPU"))
     elif model.planned_bytes is not None:
         rows.append(("weights", f"{format_bytes(model.planned_bytes)} by its config"))
@@ -254,6 +258,8 @@ def _model_json(model: ModelFound) -> dict[str, object]:
         "planned_bytes": model.planned_bytes,
         "tensors": tensors,
         "loaded_bytes": model.loaded_bytes,
+        "device": model.device,
+        "gpu_bytes": model.gpu_bytes,
         "capacity": model.capacity,
         "tokenizer_tokens": model.tokenizer.num_tokens,
     }

@@ -15,7 +15,7 @@ from lamina.cli.options import (
     read_prompts,
     sampling_params,
 )
-from lamina.cli.report import closing_line, logprob_lines, table, to_json
+from lamina.cli.report import closing_line, logprob_lines, reuse_lines, table, to_json
 
 DESCRIPTION = """\
 Generates from all prompts together. Text streams to stdout as it comes: the first unfinished
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
             print()
             table(served, sys.stdout)
     if not args.quiet:
-        print(closing_line(served), file=sys.stderr)
+        lines = [] if args.json else reuse_lines(served)
+        print(*lines, closing_line(served), sep="\n", file=sys.stderr)
     return 0
 
 

@@ -31,6 +31,7 @@ Examples:
   lamina ops tiny-model --device cuda --capability 8.0
   lamina ops MODEL-DIR --kernels portable --json | python3 -m json.tool
 """
+ON_CPU = "reference on a CPU: PyTorch, and C kernels for what they serve where there is a C compiler (LAMINA_NATIVE=0: without)"
 _CAPABILITY = re.compile(r"([0-9]{1,2})\.([0-9])")
 
 
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         place = f"a GPU of compute capability {found}" if found else "the CPU"
         _print(f"{name} on {place}", rows, problems)
+        if not found:
+            print(ON_CPU)
     return 1 if problems else 0
 
 

@@ -82,6 +82,20 @@ def closing_line(served: Served) -> str:
     return " | ".join(parts)
 
 
+def reuse_lines(served: Served) -> list[str]:
+    """One line for each of several prompts: how much of it was reused, and why not more."""
+    outputs = served.outputs
+    if len(outputs) < 2:
+        return []
+    lines, seen = [], dict[tuple[int, ...], int]()
+    for number, output in enumerate(outputs, start=1):
+        usage, first = output.usage, seen.setdefault(tuple(output.prompt_token_ids), number)
+        beside = f" (prompt {first} is the same and ran beside it)" if first < number and not usage.cached_tokens else ""
+        count = f"{usage.prompt_tokens:,} token{'s' * (usage.prompt_tokens != 1)}"
+        lines.append(f"prompt {number} ({count}): {usage.prefix_stop}{beside}")
+    return lines
+
+
 def logprob_lines(output: CompletionOutput) -> list[str]:
     """One line a token: log-probability, rank, id and text, then the most likely tokens."""
     lines = []

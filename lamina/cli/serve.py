@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError("serve", f"without {', '.join(missing)}", "pip install 'lamina[serve]'")
-    from lamina.server.run import find_chat_format, listen, make_state, serve
+    from lamina.models.chats import find_chat_format
+    from lamina.server.run import listen, make_state, serve
 
     settings = _settings(args)
     console = Console(stderr=True, highlight=False)

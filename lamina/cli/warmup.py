@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lamina import SamplingParams
-from lamina.base.errors import ConfigError
+from lamina.base.errors import ConfigError, LaminaError
 from lamina.cli.formatter import make_printable
 from lamina.cli.options import add_common, add_engine, engine_config
 from lamina.engine.engine import Engine
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument("model", metavar="MODEL", help="directory of a checkpoint")
     add_engine(parser)
-    parser.set_defaults(device="cuda")
+    parser.set_defaults(device=None)
     group = parser.add_argument_group("output (stdout)")
     group.add_argument("--json", action="store_true", help="one JSON object, and nothing else")
     add_common(parser)
@@ -59,11 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Warms up and says what that took."""
-    config = engine_config(args)
-    if config.device == "cpu":
+    if args.device == "cpu":
         raise ConfigError("device", "cpu", "cuda: nothing is compiled for a CPU")
-    if not machine_named("cpu").has_triton:
-        raise ConfigError("device", config.device, "available: kernels are compiled for a GPU, and Triton is not installed")
+    if (missing := _missing()) is not None:
+        raise LaminaError(f"warmup compiles kernels for an NVIDIA GPU: {missing}; a CPU needs no warm-up")
+    args.device = args.device or "cuda"
+    config = engine_config(args)
     make_printable(sys.stdout)
     with _progress(args.quiet) as bar:
         report = warm_up(lambda: Engine(replace(config, warmup=False)), bar, Path(args.model).name)
@@ -76,6 +77,16 @@ def run(args: argparse.Namespace) -> int:
             f"kernels are kept in {report.cache}"
         )
     return 0
+
+
+def _missing() -> str | None:
+    """What there is not that kernels are compiled for, or with."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "is built for the CPU" if torch.version.cuda is None else "finds none"
+        return f"there is none here, torch {torch.__version__} {built}"
+    return None if machine_named("cpu").has_triton else "Triton is not installed"
 
 
 def warm_up(make: Callable[[], Engine], bar: Progress, name: str) -> Report:
@@ -94,7 +105,7 @@ def warm_up(make: Callable[[], Engine], bar: Progress, name: str) -> Report:
     return Report(
         model=name, device=str(engine.worker.device), compiled=sum(not cached for _, _, cached in seen),
         compile_s=sum(seconds for _, seconds, cached in seen if not cached), from_cache=sum(cached for _, _, cached in seen),
-        served_compiled=sum(not cached for _, _, cached in seen[ready:]), graphs=runner.graphs.num_captured, load_s=loaded,
+        served_compiled=sum(not cached for _, _, cached in seen[ready:]), graphs=runner.num_graphs, load_s=loaded,
         total_s=time.perf_counter() - start, cache=cache_directory(),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from lamina.base.config import EngineConfig
+from lamina.base.config import EngineConfig, for_gpus_only
 from lamina.base.errors import CapacityError, ConfigError
 from lamina.base.log import event, get_logger
 from lamina.base.sizes import format_bytes
@@ -77,6 +77,8 @@ class Engine:
         self.directory = locate(config.model)
         self.worker = make_worker(self.directory, config)
         self.config = config = self.worker.config
+        if not self.worker.is_gpu and (idle := for_gpus_only(config)):
+            event(_LOG, "ignored_on_a_cpu", logging.WARNING, settings=", ".join(idle))
         self.layout, self.num_pages = self.worker.layout, self.worker.num_pages
         self.vocab_size = self.worker.vocab_size
         self.max_model_len = _max_model_len(config, self.layout, self.num_pages, self.worker.max_positions)

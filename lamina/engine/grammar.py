@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,7 +45,7 @@ _PROBE_TOKENS = 6
 _MAX_MASK_S = 0.05  # of a probe's median; ordinary masks take 10 us to 1 ms
 _MAX_SLOW_S = 2.0  # that the masks of one output may take beyond that, all together
 _WORD_BITS = 32
-_MAX_SPACES = 32  # in a row, between the parts of JSON: an output that only goes on with spaces comes to an end
+_MAX_SPACES = 20  # in a row, between the parts of JSON: an output that only goes on with spaces comes to an end
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 Bits = NDArray[np.int32]
@@ -423,7 +424,19 @@ def _compile(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgramma
     if kind == "ebnf":
         return compiler.compile_grammar(value)
     assert kind == "structural_tag", kind  # the checks know no other
-    return compiler.compile_structural_tag(value)
+    return compiler.compile_structural_tag(msgspec.json.encode(_with_few_spaces(msgspec.json.decode(value))).decode())
+
+
+def _with_few_spaces(tag: object) -> object:
+    """A tag with a bound of the spaces in each JSON that it has none for. Schemas are left alone."""
+    if isinstance(tag, list):
+        return [_with_few_spaces(item) for item in tag]
+    if not isinstance(tag, dict):
+        return tag
+    found = {key: item if key == "json_schema" else _with_few_spaces(item) for key, item in tag.items()}
+    if found.get("type") == "json_schema" and found.get("max_whitespace_cnt") is None:
+        found["max_whitespace_cnt"] = _MAX_SPACES
+    return found
 
 
 def quoted(text: str) -> str:

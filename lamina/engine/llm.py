@@ -3,12 +3,15 @@
 import numbers
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, cast
 
 import numpy as np
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
+from lamina.base.keywords import CALL_ELSEWHERE, LLM_ELSEWHERE, known_only
+from lamina.chat.turns import ChatMessage, read_options
+from lamina.engine.chats import Chats, conversations
 from lamina.engine.engine import Engine, Group
 from lamina.engine.outputs import Delta, RequestOutput
 from lamina.schedule.sampling_params import SamplingParams
@@ -22,8 +25,10 @@ class LLM:
 
     llm = LLM("path/to/checkpoint", cache_bytes="2GiB")
     llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0))
+    llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=32))
     """
 
+    @known_only("LLM", LLM_ELSEWHERE)
     def __init__(
         self,
         model: str,
@@ -37,6 +42,7 @@ class LLM:
         max_requests: int = 256,
         max_model_len: int | None = None,
         block_tokens: int | None = None,
+        checkpoint_interval: int | None = None,
         deterministic: bool | str | None = None,
         seed: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -56,6 +62,7 @@ class LLM:
             max_requests=max_requests,
             max_model_len=max_model_len,
             block_tokens=block_tokens,
+            checkpoint_interval=checkpoint_interval,
             deterministic=deterministic,
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -64,7 +71,9 @@ class LLM:
             warmup=warmup,
         )
         self.engine = Engine(config, on_tensor)
+        self._chats: Chats | None = None  # once somebody chats
 
+    @known_only("LLM.generate", CALL_ELSEWHERE)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -81,7 +90,48 @@ class LLM:
         cache_salt  requests with different salts never share memory.   on_step  called with (finished, all) outputs.
         Raises      ConfigError or CapacityError before anything is queued if any prompt cannot be served.
         """
-        groups = self._add(prompts, _either(params, sampling_params), cache_salt)
+        return self._run(self._add(_as_list(prompts), _either(params, sampling_params), cache_salt), on_step)
+
+    @known_only("LLM.chat", CALL_ELSEWHERE)
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        cache_salt: str = "",
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to chats, written as the model's chat format writes them: one RequestOutput a chat, in order.
+
+        messages    a chat, a list of {"role": ..., "content": ...} with OpenAI's fields, or a list of chats.
+        sampling_params  one for all, or one a chat.
+        add_generation_prompt  False: the prompt ends after the last turn (templates only).
+        continue_final_message  the answer goes on with the last turn, an assistant's; then no other turn is begun.
+        tools       functions that the model is told of, with OpenAI's fields; calls come as text, as the model writes them.
+        chat_template_kwargs  handed to the template, as {"enable_thinking": False}.
+        cache_salt, on_step  as for `generate`.
+        Raises      ConfigError or CapacityError before anything is queued; ConfigError names the turn (messages[2].content).
+        """
+        if not isinstance(add_generation_prompt, bool):
+            raise ConfigError("add_generation_prompt", add_generation_prompt, "True or False")
+        options = read_options(chat_template_kwargs, tools, add_generation_prompt or continue_final_message)
+        chats = conversations(messages)
+        if self._chats is None:
+            self._chats = Chats(self.engine.directory, self.engine.codec)
+        prompts = [self._chats.prompt(chat, options, place, continue_final_message) for chat, place in chats]
+        groups = self._add(
+            [prompt.ids for prompt in prompts], sampling_params, cache_salt, [prompt.keep_at for prompt in prompts], "messages"
+        )
+        for group, prompt in zip(groups, prompts, strict=True):
+            group.output.prompt = prompt.text
+        return self._run(groups, on_step)
+
+    def _run(self, groups: list[Group], on_step: Callable[[int, int], None] | None) -> list[RequestOutput]:
+        """Steps until all are finished; cancels them where something breaks off."""
         try:
             total = sum(len(group.requests) for group in groups)
             for group in groups:
@@ -106,14 +156,15 @@ class LLM:
 
         Closing the stream early, even unread, cancels what has not finished. Raises as `generate`, at the call.
         """
-        return Stream(self.engine, self._add(prompts, params, cache_salt))
+        return Stream(self.engine, self._add(_as_list(prompts), _either(params, sampling_params), cache_salt))
 
     def _add(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, cache_salt: str
-    ) -> list[Group]:
+        self, listed: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, cache_salt: str,
+        keep_at: Sequence[int | None] | None = None, field: str = "prompts",
+    ) -> list[Group]:  # fmt: skip
+        """Queues prompts once all of them have been checked. field  how errors name them.   keep_at  of each, see Engine.add."""
         if not isinstance(cache_salt, str):
             raise ConfigError("cache_salt", cache_salt, "a text")
-        listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
         else:
@@ -123,9 +174,11 @@ class LLM:
         for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
             if not isinstance(own, SamplingParams):
                 raise ConfigError(f"params[{index}]", own, "a SamplingParams")
-            self.engine.check(prompt, own, f"prompts[{index}]")
+            self.engine.check(prompt, own, f"{field}[{index}]")
+        ends = keep_at or [None] * len(listed)
         return [
-            self.engine.add(prompt, own, index, cache_salt) for index, (prompt, own) in enumerate(zip(listed, each, strict=True))
+            self.engine.add(prompt, own, index, cache_salt, keep_at=end)
+            for index, (prompt, own, end) in enumerate(zip(listed, each, ends, strict=True))
         ]
 
     def _cancel(self, groups: list[Group]) -> None:
@@ -185,9 +238,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
         return [_plain(prompts, "prompts")]
     if not _is_list(prompts):
         raise ConfigError("prompts", type(prompts).__name__, "a text, a list of token ids, or a list of either")
-    items = list(prompts)
+    items: list[object] = list(prompts)
     if items and isinstance(items[0], numbers.Integral):
-        return [items]
+        return [cast("list[int]", items)]  # the engine looks at each
     return [_plain(item, f"prompts[{index}]") for index, item in enumerate(items)]
 
 
@@ -202,7 +255,7 @@ def _plain(prompt: object, name: str) -> str | Sequence[int]:
         return prompt
     if not _is_list(prompt):
         raise ConfigError(name, prompt, "a text or a list of token ids")
-    return list(prompt)
+    return cast("list[int]", list(prompt))
 
 
 def _is_list(value: object) -> TypeGuard[Iterable[object]]:

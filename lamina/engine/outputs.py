@@ -65,7 +65,7 @@ class Delta(NamedTuple):
 
     request_id: int
     prompt_index: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method of that name is not missed
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None

@@ -26,9 +26,12 @@ def cache_state(ledger: Ledger, command: CacheQuery | CacheChange) -> CacheState
         limit = max(0, min(command.limit, _MOST_PREFIXES))
     arena = ledger.arena
     rows = tuple(
-        PrefixRow(row.key, row.tokens, row.age_s, row.hits, row.owner, row.is_pinned, row.is_running, row.pages, row.checkpoints)
+        PrefixRow(
+            row.key, row.tokens, row.age_s, row.hits, row.owner, row.is_pinned, row.is_running, row.pages, row.checkpoints,
+            tuple((one.tokens, one.hits) for one in row.shared),
+        )
         for row in prefixes(ledger, limit, command.realm)
-    )
+    )  # fmt: skip
     return CacheState(
         id=command.id, free_pages=arena.free, held_pages=arena.held, cached_pages=arena.evictable, pinned_pages=arena.pinned,
         page_bytes=ledger.layout.page_bytes, memories=memories_of(ledger), prefixes=rows,

@@ -233,7 +233,10 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefixRow(msgspec.Struct, frozen=True):
-    """A leaf of what is kept. tokens  its length.   age_s  since its last use.   pages  that only it holds."""
+    """A leaf of what is kept. tokens  its length.   age_s  since its last use.   pages  that only it holds.
+
+    shared  (tokens, hits) of beginnings that had more hits than the whole, ascending.
+    """
 
     key: str
     tokens: int
@@ -244,6 +247,7 @@ class PrefixRow(msgspec.Struct, frozen=True):
     is_running: bool
     pages: int
     checkpoints: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 class MemoryState(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lamina.layers.heads import Context, Layer, RmsNorm, activated, softcapped
 from lamina.layers.rounding import rounded
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, linear
 
 _SHORTEST = 1e-5
 
@@ -27,9 +27,9 @@ def _as_long_as(x: Tensor, length: Tensor) -> Tensor:
 class OpenStreams:
     """projections  S - 1 of [D, D].   table [V, L * P], projection [L * P, D] and its norm give each of L layers its input."""
 
-    projections: tuple[Tensor, ...]
+    projections: tuple[Weight, ...]
     table: Tensor
-    projection: Tensor
+    projection: Weight
     norm: RmsNorm
     inner: int
 
@@ -49,7 +49,7 @@ class OpenStreams:
 class CloseStreams:
     """projections  S - 1 of [D, D]."""
 
-    projections: tuple[Tensor, ...]
+    projections: tuple[Weight, ...]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [T, S, D] -> [T, D]."""
@@ -63,10 +63,10 @@ class CloseStreams:
 class Mixing:
     """How streams follow from each other: router [S, D] and its norm, predictions [S * S, S], corrections [S, S]."""
 
-    router: Tensor
+    router: Weight
     norm: RmsNorm
-    predictions: Tensor
-    corrections: Tensor
+    predictions: Weight
+    corrections: Weight
 
     def _modes(self, x: Tensor) -> Tensor:
         """x [T, D] -> [T, S]."""
@@ -106,12 +106,12 @@ class AltUp:
     mixing: Mixing
     attention: Normed
     mlp: Normed
-    left: Tensor
-    right: Tensor
+    left: Weight
+    right: Weight
     laurel_norm: RmsNorm
     scale: Tensor | None
-    gate: Tensor
-    back: Tensor
+    gate: Weight
+    back: Weight
     last: RmsNorm
     activation: str
 

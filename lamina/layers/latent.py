@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.layers.heads import Context, RmsNorm
 from lamina.layers.rounding import rounded
 from lamina.ops.attend_heads import HeadsCase, Past, attend_heads, keep_rows, store_rows
-from lamina.ops.gemm import batched_linear, linear
+from lamina.ops.gemm import Weight, batched_linear, linear
 from lamina.ops.index_topk import index_topk
 from lamina.ops.rope_norm import rotate
 from lamina.ops.sequences import Sequences
@@ -27,7 +27,7 @@ class LatentIndex:
     The last dims of queries and keys are rotated.
     """
 
-    w_q: Tensor
+    w_q: Weight
     k_norm: RmsNorm
     k_bias: Tensor
     store: Store
@@ -68,15 +68,15 @@ class LatentAttention:
     past     the log of latents.   angle  which of the context's angles rotates.
     """
 
-    w_in: Tensor
+    w_in: Weight
     b_in: Tensor | None
     splits: tuple[int, ...]
-    w_q: Tensor | None
+    w_q: Weight | None
     q_norm: RmsNorm | None
     kv_norm: RmsNorm
     w_key: Tensor
     w_value: Tensor
-    w_out: Tensor
+    w_out: Weight
     b_out: Tensor | None
     past: Past
     codec: LatentCodec

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lamina.layers.rounding import rounded
-from lamina.ops.gemm import linear
+from lamina.ops.gemm import Weight, linear
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """x -> weight x + bias; weight [out, in], bias [out] or None."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:

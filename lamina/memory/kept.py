@@ -24,6 +24,14 @@ _ALLOWED = "the key of a prefix that is kept, 32 hexadecimal digits"
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """The first `tokens` tokens of a path: `hits` requests went on from there or from further on, on this path or another."""
+
+    tokens: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefix:
     """One kept path.
 
@@ -31,6 +39,7 @@ class Prefix:
     hits        requests that went on from its last block, or from the one of its checkpoints that most did.
     owner       of the request that stored its end.   is_pinned  by a user.   is_running  a request stands on its last block.
     pages       that would be free if it were dropped and nobody used it.   checkpoints  positions on the path, ascending.
+    shared      beginnings of the path with more hits than that, ascending: the blocks that it has in common with others.
     """
 
     key: str
@@ -42,6 +51,7 @@ class Prefix:
     is_running: bool
     pages: int
     checkpoints: tuple[int, ...]
+    shared: tuple[Shared, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,7 @@ def prefixes(ledger: Ledger, limit: int = 256, realm: str = "") -> list[Prefix]:
     """
     index, now = ledger.index, ledger.index.clock()
     known: dict[Node, list[Checkpoint]] = {}
+    used: dict[Node, tuple[Shared, ...]] = {}
     pinned = [item for item in map(_item_of, ledger.pins.all) if _salt_of(item).startswith(realm)]
     found: dict[Node | Checkpoint, float] = {item: index.recent.get(item, now) for item in pinned}
     for item, used_at in reversed(index.recent.items()):
@@ -70,7 +81,7 @@ def prefixes(ledger: Ledger, limit: int = 256, realm: str = "") -> list[Prefix]:
             break
         if item not in found and _is_end(item) and _salt_of(item).startswith(realm):
             found[item] = used_at
-    rows = [_row(ledger, item, max(0.0, now - used_at), known) for item, used_at in found.items()]
+    rows = [_row(ledger, item, max(0.0, now - used_at), known, used) for item, used_at in found.items()]
     return sorted(rows, key=lambda row: row.age_s)[:limit]
 
 
@@ -226,7 +237,10 @@ def _is_end(item: Node | Checkpoint) -> bool:
     return item.node is not None and not next_edge(item.node.edges, item.tail).startswith(item.tail)
 
 
-def _row(ledger: Ledger, item: Node | Checkpoint, age_s: float, known: dict[Node, list[Checkpoint]]) -> Prefix:
+def _row(
+    ledger: Ledger, item: Node | Checkpoint, age_s: float, known: dict[Node, list[Checkpoint]],
+    used: dict[Node, tuple[Shared, ...]],
+) -> Prefix:  # fmt: skip
     node, tail = (item, b"") if isinstance(item, Node) else (item.node, item.tail)
     assert node is not None
     made = [*_on(node, tail), *_above(node, known)]
@@ -236,13 +250,29 @@ def _row(ledger: Ledger, item: Node | Checkpoint, age_s: float, known: dict[Node
             refs.update((*own.pages, *own.shared_pages))
         elif own.page is not None:
             refs[own.page] += 1
+    hits = max([node.uses * (node.parent is not None), *(one.uses for one in made)])
     return Prefix(
         key=item.key.hex(), tokens=node.depth * ledger.layout.block_tokens + len(tail) // TOKEN_BYTES, age_s=age_s,
-        hits=max([node.uses * (node.parent is not None), *(one.uses for one in made)]), owner=item.owner,
+        hits=hits, owner=item.owner,
         is_pinned=item.key in ledger.pins, is_running=node.parent is not None and node.pins > 0,
         pages=sum(1 for page, count in refs.items() if ledger.arena.cache_refs(page) == count),
         checkpoints=tuple(sorted(one.position for one in made)),
+        shared=tuple(one for one in _shared(node, ledger.layout.block_tokens, used) if one.hits > hits),
     )  # fmt: skip
+
+
+def _shared(node: Node, block_tokens: int, used: dict[Node, tuple[Shared, ...]]) -> tuple[Shared, ...]:
+    """The path to `node` by how often its blocks were used, the more often used first. `used`  what has been found so far."""
+    new: list[Node] = []
+    step = node
+    while step.parent is not None and step not in used:
+        new.append(step)
+        step = step.parent
+    found = used.get(step, ())
+    for below in reversed(new):
+        more = [one for one in found if one.hits > below.uses]
+        found = used[below] = (*more, Shared(below.depth * block_tokens, below.uses))
+    return found
 
 
 def _on(node: Node, path: bytes) -> list[Checkpoint]:

@@ -52,6 +52,8 @@ class Hit:
     differs_at  tokens that are known: position of the first one that differs from everything stored on the path.
     seen_before differs_at, or if no replay is possible also tokens that were stored once, not long ago.
     reason      why position is not larger: one of the texts above; evicted_at and evicted_for belong to "evicted".
+    whole_blocks  tokens of a block, where nothing but whole blocks can be reused (a model of logs alone); else 0.
+    is_first    nothing has been stored yet under this cache_salt.
     """
 
     position: int
@@ -64,6 +66,8 @@ class Hit:
     evicted_for: str = ""
     replay_tokens: float = 0
     seen_before: int = 0
+    whole_blocks: int = 0
+    is_first: bool = False
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
     node: Node | None = field(default=None, repr=False, compare=False)
 
@@ -72,13 +76,29 @@ class Hit:
         """The reason as a sentence with its numbers."""
         near = "" if math.isinf(self.replay_tokens) else f" within {self.replay_tokens:.0f} tokens (the replay distance)"
         tail = {
-            DIFFERS: f" at position {self.differs_at}",
+            WHOLE_BLOCKS: f" ({self.whole_blocks} tokens each)",
+            DIFFERS: f" at position {self.differs_at}" + self._lost,
             EVICTED: f" at step {self.evicted_at} for {self.evicted_for or 'a request without a name'}",
             NO_CHECKPOINT: f"{near} after position {self.position}, though the tokens are known up to {self.differs_at}",
         }
         rebuilt = f" ({self.log_tokens - self.position} more only to rebuild the state)" if self.replayed else ""
-        reason = f"the rest was {self.reason}" if self.reason == NEVER_STORED and self.position else self.reason
+        reason = self.reason
+        if reason == NEVER_STORED:
+            reason = (
+                "nothing was stored yet" if self.is_first else f"{'the rest' if self.position else 'this prompt'} was {reason}"
+            )
+        elif reason == FULL_HIT and not self.position:
+            reason = "the only token is always computed"
         return f"{self.position} tokens reused{rebuilt}: {reason}{tail.get(self.reason, '')}"
+
+    @property
+    def _lost(self) -> str:
+        """Why known tokens before the first differing one are not reused."""
+        if self.differs_at <= self.position:
+            return ""
+        if self.whole_blocks:
+            return f"; of the {self.differs_at} known tokens only whole blocks of {self.whole_blocks} can be reused"
+        return f"; the {self.differs_at} tokens before it are known, but no checkpoint lies after position {self.position}"
 
 
 class PrefixIndex:
@@ -179,7 +199,8 @@ class PrefixIndex:
         reason, when, whom = self._why(tokens, node, position, limit, differs_at, leaves, min_gain)
         return Hit(
             position, node.depth, log_tokens, replayed, differs_at, reason, when, whom, self.layout.replay,
-            self._seen_before(prompt, node, differs_at), found, tip,
+            self._seen_before(prompt, node, differs_at), 0 if self.layout.has_state else size,
+            not (self.root(prompt).edges or self.evictions), found, tip,
         )  # fmt: skip
 
     def _seen_before(self, prompt: Prompt, node: Node, differs_at: int) -> int:
@@ -222,7 +243,7 @@ class PrefixIndex:
         node    the deepest resident one.   leaves  whether something stored goes on differently at differs_at.
         """
         possible = limit if self.layout.has_state else limit - limit % self.layout.block_tokens
-        if position >= possible:
+        if position >= possible and (possible or differs_at or not limit):
             return FULL_HIT if possible == limit else WHOLE_BLOCKS, None, ""
         evicted = self._evicted(tokens, node, position, possible)
         if evicted is not None:

@@ -127,12 +127,12 @@ class Windows:
     def _take(self, lease: Lease, pages: tuple[int, ...]) -> None:
         for page in pages:
             holders = self._holders.setdefault(page, [])
-            if not holders:
+            holders.append(lease)  # first: what a pinned page counts for depends on how many hold it
+            if len(holders) == 1:
                 lease._own_window_pages += 1
-            elif len(holders) == 1:
+            elif len(holders) == 2:
                 holders[0]._own_window_pages -= 1
                 self.on_change(holders[0])
-            holders.append(lease)
 
     def _drop(self, lease: Lease, pages: tuple[int, ...]) -> None:
         for page in pages:

@@ -1,14 +1,13 @@
 """How layers over several residual streams are built."""
 
-from torch import Tensor
-
 from lamina.layers.altup import AltUp, CloseStreams, Mixing, Normed, OpenStreams
 from lamina.models.builder import Builder, Layer
 from lamina.models.network import Branch, Norm
 from lamina.models.parts_altup import AltUpLayer, Closing, Opening
+from lamina.ops.gemm import Weight
 
 
-def _square(builder: Builder, name: str, count: int) -> tuple[Tensor, ...]:
+def _square(builder: Builder, name: str, count: int) -> tuple[Weight, ...]:
     """Weights [D, D] of that name, numbered from 0."""
     width = builder.width
     return tuple(builder.product(builder.take(f"{name}.{number}.weight", width, width)) for number in range(count))
@@ -39,7 +38,7 @@ def altup_layer(builder: Builder, part: object) -> Layer:
     assert isinstance(part, AltUpLayer)
     prefix, width, num = part.prefix, builder.width, part.num
 
-    def product(name: str, rows: int, columns: int) -> Tensor:
+    def product(name: str, rows: int, columns: int) -> Weight:
         return builder.product(builder.take(f"{prefix}.{name}.weight", rows, columns))
 
     def normed(branch: Branch) -> Normed:

@@ -20,8 +20,9 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 class _Config(msgspec.Struct):
-    """What of config.json tells the releases apart: the later one drafts with DSpark."""
+    """What of config.json says which format. dspark_block_size tells releases apart: the later one drafts with DSpark."""
 
+    model_type: str = ""
     dspark_block_size: int | None = None
 
 
@@ -54,6 +55,18 @@ class _TokenizerConfig(msgspec.Struct):
 def added_tokens(directory: Path) -> tuple[str, ...]:
     """The added tokens of tokenizer.json, which a user's text must not bring to life; () without the file."""
     return tuple(token.content for token in _read(directory, "tokenizer.json", _Tokenizer()).added_tokens)
+
+
+def find_chat_format(directory: Path, chat_template: Path | None = None, name: str | None = None) -> ChatFormat | None:
+    """As `chat_format`, for the model_type of the checkpoint's config.json. Raises ConfigError, also where that is missing."""
+    try:
+        config = read_file(directory, CONFIG)
+        if config is None:
+            raise ConfigError("model", str(directory), f"a directory with a readable {CONFIG}")
+        found = msgspec.json.decode(config, type=_Config)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("model", str(directory), f"a directory with a readable {CONFIG} ({error})") from None
+    return chat_format(found.model_type, directory, chat_template, name)
 
 
 def chat_format(

@@ -1,7 +1,7 @@
 """Reading a checkpoint's config.json with errors that name the field."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lamina.base.errors import ConfigError
 
@@ -56,3 +56,10 @@ class ConfigFields:
         value = self.values.get(name)
         if value is not None and value != allowed:
             raise ConfigError(self.prefix + name, value, f"{allowed!r}, the only one supported")
+
+
+def check_end_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises ConfigError for an end token that is none of the vocabulary: no answer would end with it."""
+    outside = next((token for token in tokens if token >= vocab_size), None)
+    if outside is not None:
+        raise ConfigError(name, outside, f"a token id below vocab_size ({vocab_size})")

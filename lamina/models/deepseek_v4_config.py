@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.base.errors import ConfigError
-from lamina.models.config_fields import ConfigFields
+from lamina.models.config_fields import ConfigFields, check_end_tokens
 
 _TYPES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
@@ -240,4 +240,6 @@ def _eos(fields: ConfigFields) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
         raise ConfigError("eos_token_id", value, "a token id or a list of them")
-    return tuple(int(str(token)) for token in ids)
+    found = tuple(int(str(token)) for token in ids)
+    check_end_tokens("eos_token_id", found, fields.integer("vocab_size", low=1))
+    return found

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from lamina.base.errors import ConfigError
+from lamina.models.config_fields import check_end_tokens
 from lamina.models.gguf_config import config_values, converted_tensors
 from lamina.models.gguf_tokenizer import tokenizer_config, tokenizer_json
 from lamina.weights import headers
@@ -18,6 +19,7 @@ from lamina.weights.gguf_header import QUANTISED, SUFFIX, read_gguf
 from lamina.weights.headers import Stored
 
 CONFIG = "config.json"
+_GENERATION = "generation_config.json"
 _MADE = frozenset((CONFIG, "tokenizer.json", "tokenizer_config.json"))
 
 
@@ -83,3 +85,16 @@ def _made(path: Path, name: str, size: int, changed_ns: int) -> bytes | None:
     file = read_gguf(path)
     made = {CONFIG: config_values, "tokenizer.json": tokenizer_json, "tokenizer_config.json": tokenizer_config}[name](file)
     return None if made is None else msgspec.json.encode(made)
+
+
+def generation_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """End tokens of generation_config.json, which may name more than config.json does. Raises ConfigError."""
+    if read_file(directory, _GENERATION) is None:
+        return ()
+    value = read_config(directory, _GENERATION).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
+        raise ConfigError("generation_config.eos_token_id", value, "a token id or a list of them")
+    found = tuple(int(str(token)) for token in ids)
+    check_end_tokens("generation_config.eos_token_id", found, vocab_size)
+    return found

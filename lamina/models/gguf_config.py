@@ -97,8 +97,8 @@ def config_values(file: GgufFile) -> dict[str, object]:
         values["attention_bias"] = "blk.0.attn_q.bias" in names
     _read_vocabulary(file, name, values)
     _read_rope(file, name, values)
-    value_dim = file.metadata.get(f"{name}.attention.value_length", values["head_dim"])
-    if value_dim != values["head_dim"]:
+    value_dim = file.metadata.get(f"{name}.attention.value_length")
+    if value_dim is not None and value_dim != values["head_dim"]:
         allowed = f"attention.key_length ({values['head_dim']})"
         raise ConfigError(f"{file.path.name}: {name}.attention.value_length", shown(value_dim), allowed)
     return values

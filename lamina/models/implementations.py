@@ -9,14 +9,25 @@ from lamina.models.deepseek_v4_config import parse_config
 from lamina.models.deepseek_v4_memory import INDEXED
 from lamina.models.families import NETWORKS
 from lamina.models.network import Network, parts_of
+from lamina.models.parts_scan import Scaled
 from lamina.models.tiny import tiny_config
 from lamina.ops.catalog import DEFINITION, NEEDS_TRITON, Dims, Row, catalog, refusals
 from lamina.ops.machine import Machine, this_machine
 
 __all__ = [
-    "SHIPPED", "Choice", "Row", "cache_directory", "implementations", "machine_named", "refusals", "shipped_values",
-    "watch_compilations",
+    "SHIPPED", "Choice", "Row", "cache_directory", "implementations", "machine_named", "network_rows", "refusals",
+    "shipped_values", "watch_compilations",
 ]  # fmt: skip
+
+#: what the kinds of parts of a network are, in words; another is shown by its name
+_WORDS = {
+    "AltUpLayer": "layer over streams", "Attention": "attention", "ChannelScan": "scan, by channel", "Closing": "streams to one",
+    "DecayedAttention": "attention that decays", "DeltaRule": "gated delta rule", "Experts": "experts",
+    "FusedExperts": "experts, fused tensors", "HeadScan": "scan, by head", "Latent": "latent attention", "Mlp": "MLP",
+    "Opening": "one to streams", "Residual": "residual and norms", "UngatedExperts": "experts without gates",
+}  # fmt: skip
+#: stands for GPUs where there is none
+_SOME_GPU = (9, 0)
 
 #: whose widths stand for a model that nobody names
 SHIPPED = "DeepSeek-V4-Flash"
@@ -58,24 +69,40 @@ def implementations(values: Mapping[str, object], machine: Machine, choice: Choi
         return catalog(machine, dims_of(values, machine, choice), choice.kernels)
     if not isinstance(kind, str) or kind not in NETWORKS:
         raise ConfigError("model_type", kind, f"one of {', '.join(sorted(('deepseek_v4', *NETWORKS)))}")
-    return tuple(_rows(NETWORKS[kind](values), machine))
+    return tuple(network_rows(NETWORKS[kind](values), machine))
 
 
-def _rows(network: Network, machine: Machine) -> Iterator[Row]:
-    """Of a family that is given as a network: a row or two for each kind of part."""
+def network_rows(network: Network, machine: Machine) -> Iterator[Row]:
+    """Of a family that is given as a network: two rows for each kind of part."""
+    is_cpu = machine.device == "cpu"
     refused: Mapping[str, str | None] = {}
-    if machine.has_triton and machine.device != "cpu":
+    if machine.has_triton:
         from lamina.models.network_device import refusals_of  # needs Triton
 
-        refused = refusals_of(network, machine)
-    for kind in dict.fromkeys(type(part).__name__ for part in parts_of(network)):
+        refused = refusals_of(network, Machine("cuda", _SOME_GPU, has_triton=True) if is_cpu else machine)
+    for kind, words in _kinds(network).items():
         why = refused.get(kind)
-        if machine.device == "cpu":
-            why = "runs on NVIDIA GPUs, not on cpu"
+        if is_cpu:
+            why = f"not on a CPU; on a GPU: {why}" if why else "for NVIDIA GPUs, this is a CPU"
         elif not machine.has_triton:
             why = NEEDS_TRITON
-        yield Row(kind, "triton", why)
-        yield Row(kind, DEFINITION, None if machine.device == "cpu" else "the definition, for CPUs and for tests")
+        yield Row(words, "triton", why)
+        yield Row(words, DEFINITION, None if is_cpu else "the definition, for CPUs and for tests")
+
+
+def _kinds(network: Network) -> dict[str, str]:
+    """Names of the kinds of parts, as `refusals_of` has them, and what to call them, in the order of a layer."""
+    found: dict[str, dict[str, None]] = {"Residual": {_words("Residual"): None}}
+    for part in parts_of(network):
+        inner = part
+        while isinstance(inner, Scaled):
+            inner = inner.part
+        found.setdefault(type(part).__name__, {})[_words(type(inner).__name__)] = None
+    return {kind: ", ".join(words) + (", scaled" if kind == Scaled.__name__ else "") for kind, words in found.items()}
+
+
+def _words(kind: str) -> str:
+    return _WORDS.get(kind, kind)
 
 
 def dims_of(values: Mapping[str, object], machine: Machine, choice: Choice) -> Dims:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lamina.models.config_fields import check_end_tokens
 from lamina.weights.names import NameScheme
 
 
@@ -186,6 +187,9 @@ class Network:
     opening: Part | None = None
     closing: Part | None = None
     names: NameScheme = field(default_factory=NameScheme)
+
+    def __post_init__(self) -> None:
+        check_end_tokens("eos_token_id", self.eos_token_ids, self.vocab_size)
 
 
 def parts_of(network: Network) -> Iterator[object]:

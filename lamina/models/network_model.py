@@ -23,7 +23,7 @@ from lamina.models.parts_latent import Latent
 from lamina.models.parts_scan import ChannelScan, HeadScan, Scaled
 from lamina.models.rope import rope_frequencies
 from lamina.ops.attend_heads import HeadsCase, Past, native, softcapped
-from lamina.ops.gemm import MIN_COLUMNS, linear
+from lamina.ops.gemm import MIN_COLUMNS, Weight, linear
 from lamina.ops.native import library
 from lamina.ops.residual.native import add, norm
 from lamina.ops.rope_norm import rope_tables
@@ -207,7 +207,7 @@ class NetworkModel:
 
     def __init__(
         self, network: Network, dtype: torch.dtype, embed: Tensor, layers: tuple[tuple[Layer, ...], ...], norm: RmsNorm,
-        head: Tensor, builder: Builder,
+        head: Weight, builder: Builder,
     ) -> None:  # fmt: skip
         self.network = network
         self.dtype = dtype
@@ -269,8 +269,8 @@ def load_network(
     last = () if network.closing is None else ((builder.build(network.closing),),)
     norm = builder.norm(network.norm, network.hidden_size)
     is_tied = network.head is None or (network.head_may_miss and not source.has(network.head))
-    head = table if is_tied else builder.take(str(network.head), network.vocab_size, network.hidden_size)
-    head = builder.product(head)
+    own = table if is_tied else builder.take(str(network.head), network.vocab_size, network.hidden_size)
+    head = builder.product(own)
     embed = rounded(table if network.embed_scale == 1 else table * network.embed_scale, dtype)
     source.finish()
     return NetworkModel(network, dtype, embed, (*first, *layers, *last), norm, head, builder)

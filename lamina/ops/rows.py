@@ -72,7 +72,9 @@ def rows_of(
     by_row = torch.tensor([positions, owners], dtype=torch.int32).to(device)
     width = len(slots[0]) if slots else 1
     pages = torch.tensor([*slots, *[(0,) * width] * spare], dtype=torch.int32).to(device)
+    own_positions, own_owners = by_row.unbind(0)
+    starts, stops, first_rows, valid_from, write_from, table_rows = by_request.unbind(0)
     return Rows(
-        *by_row.unbind(0), *by_request.unbind(0), tables=tables, slots=pages,
+        own_positions, own_owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables=tables, slots=pages,
         is_single=all(piece.stop - piece.start <= 1 for piece in pieces), windows=windows,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from lamina.memory.layout import Layout, make_layout
 from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices, Description
 from lamina.models.families import FAMILIES, NETWORKS, describe
-from lamina.models.files import is_gguf, list_stored, missing_library, read_config
+from lamina.models.files import generation_end_tokens, is_gguf, list_stored, missing_library, read_config
 from lamina.models.needed import Findings, check_tensors
 from lamina.plan.facts import printable
 from lamina.weights.headers import INDEX, Stored, read_header
@@ -93,6 +93,7 @@ class ModelFound:
 
     runs            the family can be computed with, not only planned.   num_params, planned_bytes  of the weights, by the config.
     num_files, num_tensors, stored_bytes  as the headers have them.   loaded_bytes  of the weights in the machine's memory.
+    device          cpu or cuda: what it was judged for.   gpu_bytes  of the weights in a GPU's memory, as they are stored.
     """
 
     name: str
@@ -112,6 +113,8 @@ class ModelFound:
     loaded_bytes: int | None = None
     capacity: Capacity | None = None
     tokenizer: TokenizerFound = field(default_factory=TokenizerFound)
+    device: str = "cpu"
+    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +147,19 @@ class _Notes:
 
 
 def diagnose(
-    machine: Machine, directory: Path | None, cache_bytes: int, choices: Choices, tokenizer: TokenizerFound | None = None
-) -> Report:
+    machine: Machine, directory: Path | None, cache_bytes: int, choices: Choices, tokenizer: TokenizerFound | None = None,
+    device: str = "auto",
+) -> Report:  # fmt: skip
     """What speaks against running the checkpoint in `directory` (None: any) on this machine. Raises nothing for what it finds.
 
     cache_bytes  memory for what requests remember.   tokenizer  what the engine made of tokenizer.json.
+    device       cpu, cuda, or auto: a GPU that can be used, else the CPU.
     """
     notes = _Notes()
     _judge_machine(machine, notes)
-    model = None if directory is None else _Model(directory, machine, choices, notes).judge(cache_bytes, tokenizer)
+    if device == "cuda" and "cuda" not in machine.devices:
+        notes.no("--device cuda: there is no GPU here that can be used")
+    model = None if directory is None else _Model(directory, machine, choices, notes, device).judge(cache_bytes, tokenizer)
     return Report(tuple(notes.reasons), tuple(notes.limits), machine, model)
 
 
@@ -180,11 +187,14 @@ def _judge_machine(machine: Machine, notes: _Notes) -> None:
 class _Model:
     """Judges one checkpoint step by step; each step needs what the one before found."""
 
-    def __init__(self, directory: Path, machine: Machine, choices: Choices, notes: _Notes) -> None:
+    def __init__(self, directory: Path, machine: Machine, choices: Choices, notes: _Notes, device: str) -> None:
         self.directory = directory
         self.machine = machine
         self.choices = choices
         self.notes = notes
+        self.wanted = device
+        usable = [gpu for gpu in machine.gpus if gpu.torch]
+        self.gpu = usable[0] if usable and device != "cpu" and "cuda" in machine.devices else None
 
     def judge(self, cache_bytes: int, tokenizer: TokenizerFound | None) -> ModelFound:
         name = printable(_real(self.directory).name) or "/"
@@ -208,9 +218,10 @@ class _Model:
         if findings is not None and findings.is_complete:
             loaded_bytes = findings.loaded_bytes
         capacity = self._capacity(description, cache_bytes) if description is not None else None
-        if capacity is not None and loaded_bytes is not None:
-            self._judge_memory(loaded_bytes, capacity)
         stored_bytes = sum(tensor.nbytes for tensor in tensors) if tensors is not None else None
+        gpu_bytes = self._gpu_bytes(stored_bytes, findings, params)
+        if capacity is not None and loaded_bytes is not None:
+            self._judge_memory(loaded_bytes, gpu_bytes, capacity)
         if planned is not None and stored_bytes is not None and not runs:
             self._compare_sizes(planned, stored_bytes)
         self._judge_extras(description, tokenizer)
@@ -223,6 +234,7 @@ class _Model:
             num_files=len({tensor.path for tensor in tensors}) if tensors is not None else None,
             num_tensors=len(tensors) if tensors is not None else None, stored_bytes=stored_bytes, tensors=findings,
             loaded_bytes=loaded_bytes, capacity=capacity, tokenizer=tokenizer or TokenizerFound(),
+            device="cpu" if self.gpu is None else "cuda", gpu_bytes=gpu_bytes,
         )  # fmt: skip
 
     def _config(self) -> Mapping[str, object] | None:
@@ -248,7 +260,7 @@ class _Model:
         """The user's, with the formats that the engine takes on this machine where none is named."""
         if values.get("model_type") not in NETWORKS:
             return self.choices
-        own = "fp32" if self.machine.devices == ("cpu",) else "bf16"
+        own = "fp32" if self.gpu is None else "bf16"
         index = self.choices.index_format or (own if found.index_format is not None else None)
         return replace(self.choices, cache_format=self.choices.cache_format or own, index_format=index)
 
@@ -332,13 +344,37 @@ class _Model:
             self.notes.limit(f"{has}; the model's {limit:,} take --cache-bytes {_size(found.full_bytes)}")
         return found
 
-    def _judge_memory(self, loaded_bytes: int, capacity: Capacity) -> None:
-        need, total, free = loaded_bytes + capacity.cache_bytes, self.machine.memory_bytes, self.machine.available_bytes
-        what = f"weights as fp32 ({format_bytes(loaded_bytes)}) and cache ({format_bytes(capacity.cache_bytes)})"
+    def _gpu_bytes(self, stored_bytes: int | None, findings: Findings | None, params: int | None) -> int | None:
+        """Of the weights on a GPU: as stored, without those that are not used; what a GGUF file has quantised as bf16."""
+        if self.gpu is None:
+            return None
+        if is_gguf(self.directory) or stored_bytes is None:
+            return None if params is None else 2 * params
+        return stored_bytes - (findings.ignored_bytes if findings is not None else 0)
+
+    def _judge_memory(self, loaded_bytes: int, gpu_bytes: int | None, capacity: Capacity) -> None:
+        """Of the GPU, where there is one to be used; else, and where that is too small, of the machine."""
+        total, free = self.machine.memory_bytes, self.machine.available_bytes
+        on_cpu = _need("weights as fp32", loaded_bytes, capacity)
+        if self.gpu is not None and gpu_bytes is not None and self.gpu.memory_bytes is not None:
+            most, used = self.gpu.memory_bytes, self.gpu.used_bytes or 0
+            need, what = gpu_bytes + capacity.cache_bytes, _need("weights as stored", gpu_bytes, capacity)
+            if need <= most:
+                if need > most - used:
+                    self.notes.limit(f"{what}, only {format_bytes(max(0, most - used))} of the GPU are free now")
+                return
+            words = f"{what}, the GPU has {format_bytes(most)}"
+            if self.wanted == "cuda" or (total is not None and loaded_bytes + capacity.cache_bytes > total):
+                self.notes.no(words)
+                if self.wanted == "cuda":
+                    return
+            else:
+                self.notes.limit(f"{words}: it runs with --device cpu")
+        need = loaded_bytes + capacity.cache_bytes
         if total is not None and need > total:
-            self.notes.no(f"{what} need {format_bytes(need)}, the machine has {format_bytes(total)}")
+            self.notes.no(f"{on_cpu}, the machine has {format_bytes(total)}")
         elif free is not None and need > free:
-            self.notes.limit(f"{what} need {format_bytes(need)}, only {format_bytes(free)} are free now")
+            self.notes.limit(f"{on_cpu}, only {format_bytes(free)} are free now")
 
     def _compare_sizes(self, planned_bytes: int, stored_bytes: int) -> None:
         """Without a list of the family's tensors, the sum alone can be compared."""
@@ -349,7 +385,7 @@ class _Model:
     def _judge_extras(self, description: Description | None, tokenizer: TokenizerFound | None) -> None:
         if (self.directory / _GENERATION).is_file():
             try:
-                read_config(self.directory, _GENERATION)
+                generation_end_tokens(self.directory, 1 << 62 if description is None else description.vocab_size)
             except (ConfigError, OSError) as error:
                 self.notes.no(_told(error))
         if tokenizer is not None and tokenizer.problem is not None:
@@ -359,6 +395,11 @@ class _Model:
         elif description is not None and tokenizer.num_tokens > description.vocab_size:
             has = f"tokenizer.json has {tokenizer.num_tokens:,} tokens"
             self.notes.no(f"{has}, more than vocab_size of {_CONFIG}: {description.vocab_size:,}")
+
+
+def _need(what: str, weight_bytes: int, capacity: Capacity) -> str:
+    both = f"{what} ({format_bytes(weight_bytes)}) and cache ({format_bytes(capacity.cache_bytes)})"
+    return f"{both} need {format_bytes(weight_bytes + capacity.cache_bytes)}"
 
 
 def _measure(layout: Layout, cache_bytes: int, limit: int) -> Capacity:

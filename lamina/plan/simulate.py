@@ -189,13 +189,13 @@ class _Simulation:
             budget -= granted
             self._take(job, granted, slices, checkpoints)
         self.due = []
-        while not gave_up and budget > 0 and len(self.running) < options.max_requests and (job := self._admit()):
-            count = self._wanted(job, budget)
-            granted = self._extend(job, count)
+        while not gave_up and budget > 0 and len(self.running) < options.max_requests and (new := self._admit()):
+            count = self._wanted(new, budget)
+            granted = self._extend(new, count)
             if granted is None:
                 break
             budget -= granted
-            self._take(job, granted, slices, checkpoints)
+            self._take(new, granted, slices, checkpoints)
         return slices, checkpoints
 
     def _admit(self) -> _Job | None:

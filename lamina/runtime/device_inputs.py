@@ -62,8 +62,14 @@ class Section:
 
     def device(self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = ()) -> "Batch":
         """The arrays in the device's buffer, as the model reads them."""
-        tokens, *found, slots = (buffer[at : at + size] for at, size in self.places)
-        return Batch(tokens, Rows(*found, tables, slots.view(self.num_requests, self.slot_pages), is_single, windows=windows))
+        tokens, positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, slots = (
+            buffer[at : at + size] for at, size in self.places
+        )
+        rows = Rows(
+            positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables,
+            slots.view(self.num_requests, self.slot_pages), is_single, windows=windows,
+        )  # fmt: skip
+        return Batch(tokens, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,11 @@ class DeviceRunner:
         self.arena.run(step.copies_after)
         return launched
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of decodes that have been captured."""
+        return self.graphs.num_captured
+
     @torch.inference_mode()
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Computes steps of padding of every size, the largest first, which compiles all kernels and takes their memory; then
@@ -205,11 +210,14 @@ class DeviceRunner:
         tokens, positions = (torch.zeros(rows, dtype=torch.int32, device=self.device) for _ in range(2))
         owners = torch.full_like(positions, -1)
         num_requests = rows if is_single else 1
-        request = [torch.zeros(num_requests, dtype=torch.int32, device=self.device) for _ in range(6)]
+        starts, stops, first_rows, valid_from, write_from, table_rows = (
+            torch.zeros(num_requests, dtype=torch.int32, device=self.device) for _ in range(6)
+        )
         slots = torch.zeros(num_requests, self.inputs.slot_pages, dtype=torch.int32, device=self.device)
         nobody = Rows(
-            positions, owners, *request, tables=self.inputs.tables, slots=slots, is_single=is_single, windows=self.inputs.windows
-        )
+            positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables=self.inputs.tables,
+            slots=slots, is_single=is_single, windows=self.inputs.windows,
+        )  # fmt: skip
         hidden = self.model.forward(tokens, nobody, "prefill", context)
         self._width = hidden.shape[1]
         self._keep_hidden(hidden, self.arena.hidden, nobody)

@@ -48,6 +48,7 @@ class Runner:
     """
 
     overlaps = False
+    num_graphs = 0
 
     def __init__(
         self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], max_requests: int, device: torch.device,

@@ -15,7 +15,7 @@ from lamina.base.log import event, get_logger
 from lamina.base.sizes import GiB, format_bytes
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
-from lamina.models.files import list_stored, read_config, read_file, weight_files
+from lamina.models.files import generation_end_tokens, list_stored, read_config, read_file, weight_files
 from lamina.models.registry import Blueprint, Target, blueprint, chosen_formats
 from lamina.models.tensors import open_tensors
 from lamina.ops.gemm import stable_row_multiple
@@ -37,6 +37,11 @@ class StepRunner(Protocol):
     """What executes steps. overlaps  whether a step may be launched before the one before has ended."""
 
     overlaps: bool
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that have been captured."""
+        ...
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Does now what the first steps of each kind would have to do."""
@@ -73,7 +78,7 @@ class Worker:
         self.num_pages = config.pool_bytes // self.layout.page_bytes
         self.vocab_size = self.blueprint.vocab_size
         self.max_positions = self.blueprint.max_positions
-        self.eos_token_ids = frozenset((*self.blueprint.eos_token_ids, *_generation_eos(directory)))
+        self.eos_token_ids = frozenset((*self.blueprint.eos_token_ids, *generation_end_tokens(directory, self.vocab_size)))
 
     @property
     def is_gpu(self) -> bool:
@@ -217,14 +222,3 @@ def _left_for_cache(directory: Path, device: torch.device, config: EngineConfig,
             f"or raise gpu_memory_utilization={config.gpu_memory_utilization}"
         )
     return left
-
-
-def _generation_eos(directory: Path) -> tuple[int, ...]:
-    """End tokens of generation_config.json, which may name more than config.json does."""
-    if read_file(directory, "generation_config.json") is None:
-        return ()
-    value = read_config(directory, "generation_config.json").get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
-        raise ConfigError("generation_config.eos_token_id", value, "a token id or a list of them")
-    return tuple(int(str(token)) for token in ids)

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lamina.base.errors import ConfigError
+from lamina.base.keywords import SAMPLING_ELSEWHERE, known_only
 
 _MAX_N = 16_384
 _MAX_INT64 = (1 << 63) - 1
@@ -60,6 +61,7 @@ class SamplingParams:
     include_stop_str_in_output: bool
     skip_special_tokens: bool
 
+    @known_only("SamplingParams", SAMPLING_ELSEWHERE)
     def __init__(
         self,
         *,

@@ -57,11 +57,19 @@ class Memory(msgspec.Struct, frozen=True):
     cached_bytes: int
 
 
+class Shared(msgspec.Struct, frozen=True):
+    """The first `tokens` tokens of a prefix, that others begin with too: `hits` lookups used all of them."""
+
+    tokens: int
+    hits: int
+
+
 class Prefix(msgspec.Struct, frozen=True):
     """A beginning of prompts that is kept.
 
     tokens  its length.   age_s  since its last use.   hits  lookups that used it.   owner  of the request that left it.
     pages, bytes  that only it holds.   checkpoints  positions at which a lookup may end.
+    shared  beginnings of it with more hits than the whole, ascending: the blocks that it has in common with other prefixes.
     """
 
     key: str
@@ -74,6 +82,7 @@ class Prefix(msgspec.Struct, frozen=True):
     pages: int
     bytes: int
     checkpoints: tuple[int, ...]
+    shared: tuple[Shared, ...]
 
 
 class Cache(msgspec.Struct, frozen=True):
@@ -99,7 +108,7 @@ def to_answer(state: CacheState) -> Cache:
         tuple(Memory(row.name, row.held_bytes, row.cached_bytes) for row in state.memories),
         tuple(
             Prefix(row.key, row.tokens, row.age_s, row.hits, row.owner, row.is_pinned, row.is_running, row.pages,
-                   row.pages * state.page_bytes, row.checkpoints)
+                   row.pages * state.page_bytes, row.checkpoints, tuple(Shared(*one) for one in row.shared))
             for row in state.prefixes
         ),
         state.num_prefixes,

@@ -9,6 +9,7 @@ import msgspec
 
 from lamina.chat.records import ChatOptions, Json, Message, Tool, ToolCall, ToolChoice
 from lamina.chat.thinking import thinking_options
+from lamina.chat.turns import check_results
 from lamina.server.asking import response_grammar
 from lamina.server.errors import ApiError, invalid, unsupported
 from lamina.server.schema import CallIn, ChatRequest, JsonObject, MessageIn, NamedChoice, TextPart, ToolIn, refuse
@@ -17,7 +18,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def to_messages(request: ChatRequest) -> list[Message]:
-    """The turns of a request. Raises ApiError (400) naming the message."""
+    """The turns of a request. Raises ApiError (400), ConfigError naming the message."""
     messages = [_message(one, f"messages[{index}]") for index, one in enumerate(request.messages)]
     last = request.messages[-1]
     goes_on = bool(request.continue_final_message) or bool(last.prefix)
@@ -30,6 +31,7 @@ def to_messages(request: ChatRequest) -> list[Message]:
         messages[-1] = replace(messages[-1], is_open=True)
     elif request.add_generation_prompt is False:
         raise unsupported("add_generation_prompt", "a prompt without the start of an answer (but see continue_final_message) is")
+    check_results(messages)
     return messages
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from lamina.chat.formats import ChatFormat
 from lamina.chat.guard import encode
 from lamina.chat.records import ChatOptions, Message, Rendered, ToolChoice
 from lamina.chat.tool_grammar import tool_grammar
+from lamina.engine.chats import shared_tokens
 from lamina.engine.wire import Grammar, Sampling, Thoughts
 from lamina.server.errors import ApiError, unsupported
 from lamina.server.generation import Ask
@@ -64,7 +66,7 @@ def to_ask(
     """
     extras = extras or Extras()
     rendered, ids = render_ids(state, messages, options, is_bounded=True)
-    chat = state.chat
+    chat, codec = state.chat, state.need_codec("messages")
     assert chat is not None
     grammar = _grammar(state, options, rendered, extras.grammar)
     return Ask(
@@ -72,7 +74,7 @@ def to_ask(
         skip_special_tokens=extras.skip_special_tokens, stop_in_reasoning=extras.stop_in_reasoning, grammar=grammar,
         grammar_field="tools" if extras.grammar is None else extras.grammar_field,
         priority=extras.priority, deadline_s=extras.deadline_s, cache_salt=extras.cache_salt, owner=extras.owner,
-        parser_of=lambda: chat.parser(options, rendered.is_thinking), keep_at=_shared_tokens(state, rendered, ids),
+        parser_of=lambda: chat.parser(options, rendered.is_thinking), keep_at=shared_tokens(codec, rendered, ids),
         thoughts=_thoughts(state, options, rendered, extras),
     )  # fmt: skip
 
@@ -86,6 +88,7 @@ def _grammar(state: ServerState, options: ChatOptions, rendered: Rendered, wante
         after = state.codec.token_id(chat.end_of_thinking)
     is_forced = options.tool_choice.mode in ("required", "named")
     check_tool_choice(options)
+    check_tools_shown(chat, options)
     if is_forced and wanted is not None:
         text = "tool_choice that demands a call and a response format exclude each other: every answer is a call"
         raise ApiError(400, text, "tool_choice", "invalid_value")
@@ -117,16 +120,6 @@ def _thoughts(state: ServerState, options: ChatOptions, rendered: Rendered, extr
     return Thoughts(budget, end, tuple(token for token in found if token is not None))
 
 
-def _shared_tokens(state: ServerState, rendered: Rendered, ids: Sequence[int]) -> int | None:
-    """Tokens of the prompt that the chat's next turn will have too: all before the last control token, which opens the thoughts.
-
-    None where the answer does not begin with thoughts: then the next turn has the whole prompt.
-    """
-    if not rendered.is_thinking or state.codec is None:
-        return None
-    return next((place for place in reversed(range(1, len(ids))) if state.codec.is_added(ids[place])), None)
-
-
 def replace_after(grammar: Grammar, after: int | None) -> Grammar:
     """The same grammar, beginning after a token."""
     return msgspec.structs.replace(grammar, after=after)
@@ -143,6 +136,17 @@ def check_tool_choice(options: ChatOptions) -> None:
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:
         raise ApiError(400, f"tools: {twice!r} is there twice", "tools", "invalid_value")
+
+
+def check_tools_shown(chat: ChatFormat, options: ChatOptions) -> None:
+    """Raises ApiError (400) for tools that the model would never hear of, and is not made to call either."""
+    is_free = options.tool_choice.mode == "auto" and not any(tool.is_strict for tool in options.tools)
+    if options.tools and is_free and not chat.shows_tools:
+        text = (
+            "tools: the chat template of this model has no place for tools, so it cannot be told of them: leave them out, demand "
+            'a call (tool_choice "required", or "strict" in a tool), or serve with a --chat-template that shows tools'
+        )
+        raise ApiError(400, text, "tools", "unsupported_feature")
 
 
 def without_tools(options: ChatOptions) -> ChatOptions:

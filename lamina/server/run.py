@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import uvicorn
 
 from lamina.base.config import EngineConfig
@@ -19,8 +18,6 @@ from lamina.chat.formats import ChatFormat
 from lamina.engine.client import EngineClient
 from lamina.engine.text import load_codec
 from lamina.engine.wire import Progress, Ready
-from lamina.models.chats import chat_format
-from lamina.models.files import CONFIG, read_file
 from lamina.server import ui
 from lamina.server.app import make_app
 from lamina.server.protocol import protocol_for
@@ -33,10 +30,6 @@ _MAX_CONNECTIONS = 8192
 _CLOSE_S = 5
 
 
-class _Config(msgspec.Struct):
-    model_type: str = ""
-
-
 class _WebServer(uvicorn.Server):
     """The web server, whose signals are ours."""
 
@@ -44,18 +37,6 @@ class _WebServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Nothing: see `serve`."""
         yield
-
-
-def find_chat_format(directory: Path, template: Path | None, name: str | None) -> ChatFormat | None:
-    """The chat format of a checkpoint, None if it has none. Raises ConfigError."""
-    try:
-        config = read_file(directory, CONFIG)
-        if config is None:
-            raise ConfigError("model", str(directory), f"a directory with a readable {CONFIG}")
-        found = msgspec.json.decode(config, type=_Config)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("model", str(directory), f"a directory with a readable config.json ({error})") from None
-    return chat_format(found.model_type, directory, template, name)
 
 
 def listen(settings: ServerSettings) -> socket.socket:

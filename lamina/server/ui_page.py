@@ -309,6 +309,7 @@ class PrefixLine:
     def update(self, row: PrefixRow, page_bytes: int) -> None:
         """Shows what is known now."""
         owner = f" · from {escape(row.owner[:40])}" if row.owner else ""
+        shared = "".join(f", first {tokens:,} tokens {_hits(hits)}" for tokens, hits in reversed(row.shared[-2:]))
         use = (
             '<span class="pill on">in use</span>'
             if row.is_running
@@ -318,7 +319,7 @@ class PrefixLine:
         )
         text = (
             f"<b>{row.tokens:,} tokens</b> {use}<span class='soft small'>{drawing.bytes_text(row.pages * page_bytes)} alone · "
-            f"{row.hits:,} hit{'' if row.hits == 1 else 's'} · {_ago(row.age_s)}{owner} · "
+            f"{_hits(row.hits)}{shared} · {_ago(row.age_s)}{owner} · "
             f"<code>{row.key[:8]}</code></span>"
         )
         if text != self._shown:
@@ -330,6 +331,10 @@ class PrefixLine:
             self.pin.props(f'aria-label="{"Unpin" if row.is_pinned else "Pin"} {name}"')
             self.drop.props(f'aria-label="Drop {name}"')
             self.drop.set_enabled(not row.is_running)
+
+
+def _hits(number: int) -> str:
+    return f"{number:,} hit{'' if number == 1 else 's'}"
 
 
 def _ago(seconds: float) -> str:

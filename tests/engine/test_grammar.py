@@ -169,6 +169,26 @@ def text_of(group: Group, child: int = 0) -> str:
     return group.output.outputs[child].text
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_spaces_between_the_parts_of_json_come_to_an_end(engine: Engine, compiler: GrammarCompiler, kind: str) -> None:
+    """An output that goes on with a space wherever one may stand gets to the next part. What a schema says is not touched."""
+    assert engine.codec is not None
+    odd = {"type": "json_schema", "json_schema": 1}  # a value, though it looks like a part of a tag
+    wanted = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": odd}}, "required": ["a", "b"]}
+    form = {"type": "json_schema", "json_schema": wanted | {"additionalProperties": False}}
+    value = form["json_schema"] if kind == "json_schema" else {"type": kind, "format": {"type": "sequence", "elements": [form]}}
+    state = compiler.compile(Grammar(kind, json.dumps(value))).start({EOS})
+    space, written = engine.codec.encode(" ")[-1], list[int]()
+    while len(written) < 400 and (mask := state.mask()) is not None:
+        allowed = [token for token in range(VOCAB) if mask[token >> 3] >> (token & 7) & 1]
+        if EOS in allowed:
+            break
+        written.append(space if space in allowed else allowed[0])
+        assert state.accept(written[-1])
+    text = engine.codec.decode(written)
+    assert json.loads(text) == {"a": 1, "b": odd} and " " * 20 in text and " " * 21 not in text
+
+
 def test_every_schema_is_kept(engine: Engine, compiler: GrammarCompiler, json_check: ModuleType) -> None:
     """Two outputs of each of 30 schemas, all together in one batch."""
     groups = [

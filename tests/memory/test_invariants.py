@@ -70,6 +70,16 @@ def test_traces_reach_the_corners() -> None:
     assert min(seen.values()) > 0, seen
 
 
+def test_a_pinned_window_that_a_second_request_takes_up_is_counted_for_neither() -> None:
+    """Calls that once left a stale reservation: the pinned page of a large window, held by one request and then by two."""
+    rng = random.Random(195)
+    trace = Trace(paged_only(), rng.randint(6, 14))
+    for _ in range(33):
+        trace.step(*(rng.randrange(1 << 12) for _ in range(4)))
+    trace.close()
+    assert trace.seen["pinned"]
+
+
 def test_colliding_keys_never_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key is a hint: with keys of two values the traces still hold, only less is shared."""
 

@@ -56,6 +56,20 @@ def stretch(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
+def test_hits_of_blocks_that_several_prefixes_share_are_seen_on_each() -> None:
+    """Four prompts begin with the same 8 tokens, two of them with 12: nobody went on from an end, yet 3 found something."""
+    run = Kept(layout=logs_only(4))
+    for number, shared in enumerate((8, 12, 12, 8)):
+        run.run([*stretch(0, shared), *stretch(100 * (number + 1), 8)], owner=f"user {number}")
+    rows = {row.owner: row for row in run.rows()}
+    assert [rows[f"user {number}"].hits for number in range(4)] == [0, 0, 0, 0]
+    both = (kept.Shared(8, 3), kept.Shared(12, 1))
+    assert [rows[f"user {number}"].shared for number in range(4)] == [both[:1], both, both, both[:1]]
+    run.run([*stretch(0, 8), *stretch(100, 8), 1], owner="user 4")  # the whole of the first one's
+    first = next(row for row in run.rows() if row.owner in ("user 0", "user 4"))
+    assert first.hits == 1 and first.shared == (kept.Shared(8, 4),)
+
+
 def test_a_chat_is_one_row_with_its_checkpoints() -> None:
     """The second turn goes on from the first: one path with two checkpoints, used once, by the one who stored its end."""
     run = Kept()

@@ -11,10 +11,10 @@ from tests.memory.trace import Trace
 STEPS = 100
 #: a trace that notices the fault, for those that few notice; it is tried before all others
 SEEDS = {
-    "a_pin_stays_on_the_page_of_a_twin": 54, "drops_what_others_go_on_from": 163, "evicts_a_pinned_block": 28,
+    "a_pin_stays_on_the_page_of_a_twin": 54, "drops_what_others_go_on_from": 120, "evicts_a_pinned_block": 28,
     "keeps_half_of_a_failed_extend_of_decodes": 42, "leaves_checkpoints_on_the_page_of_a_twin": 54,
     "publishes_nothing_of_decodes": 30, "restores_before_the_save_that_it_reads": 22, "rollback_keeps_the_checkpoints": 49,
-    "shares_the_open_window_block_instead_of_copying": 63, "takes_over_an_open_block_that_others_use": 163,
+    "shares_the_open_window_block_instead_of_copying": 63, "takes_over_an_open_block_that_others_use": 324,
 }  # fmt: skip
 
 

@@ -141,7 +141,8 @@ def test_reasons() -> None:
     assert store.find(A).reason == FULL_HIT
     assert store.find([*A[:5], 0, 0]).reason == NO_CHECKPOINT
     differs = store.find([*A[:5], 0, 0], gain=100)
-    assert differs.reason == DIFFERS and differs.why.endswith("position 5")
+    known = "the 5 tokens before it are known, but no checkpoint lies after position 0"
+    assert differs.reason == DIFFERS and differs.why == f"0 tokens reused: first differing token at position 5; {known}"
     store.put(A[:5])
     assert store.find([*A[:5], 0, 0]).reason == DIFFERS
     assert store.find(A[:8]).reason == NO_CHECKPOINT
@@ -231,6 +232,21 @@ def test_logs_alone_need_no_checkpoint() -> None:
     assert [store.find(A, limit=limit).position for limit in (3, 4, 7, 8, 10)] == [0, 4, 4, 8, 8]
     assert store.find(A).reason == WHOLE_BLOCKS and store.find(A, limit=8).reason == FULL_HIT
     assert store.find([*A[:5], 0, 0, 0], limit=8).reason == DIFFERS
+
+
+def test_a_model_of_logs_says_what_it_can_reuse() -> None:
+    store = Store(layout="logs")
+    empty = store.find(A[:3], limit=2)
+    assert (empty.reason, empty.why) == (NEVER_STORED, "0 tokens reused: nothing was stored yet")
+    assert store.find(A[:1], limit=0).why == "0 tokens reused: the only token is always computed"
+    store.put(A, checkpoint=False)
+    assert store.find([9, 9, 9], limit=2).why == "0 tokens reused: this prompt was never stored"
+    assert store.find(A[:3], limit=2).why == "0 tokens reused: only whole blocks are kept (4 tokens each)"
+    parts = "of the 7 known tokens only whole blocks of 4 can be reused"
+    found = store.find([*A[:7], 99, 98, 97], limit=9)
+    assert found.why == f"4 tokens reused: first differing token at position 7; {parts}"
+    at_a_border = store.find([*A[:4], 99, 98, 97, 96], limit=8)
+    assert at_a_border.why == "4 tokens reused: first differing token at position 4"
 
 
 def test_blocks_without_pages_are_keys() -> None:

@@ -305,6 +305,9 @@ class Trace:
             freed = kept.drop(self.ledger, row.key)
             assert freed == self.ledger.free_pages - free
             assert freed == row.pages or self.runs or self.holds or self.ledger.pins, "I6: dropped pages are not free"
+            left = {one.key: one.checkpoints for one in kept.prefixes(self.ledger, 1 << 30)}
+            others = [one for one in listed if one.key != row.key]
+            assert all(left.get(one.key) == one.checkpoints for one in others), "I6: dropped what another prefix goes on from"
             self.seen["dropped"] += freed > 0
 
     # -- movers
@@ -437,7 +440,9 @@ class Trace:
         assert hit.differs_at == common, f"I4: differs at {hit.differs_at}, not {common}"
         possible = most if self.layout.has_state else most - most % size
         whole = "full hit" if possible == most else "only whole blocks are kept"
-        assert (hit.reason == whole) == (best >= possible), "the reason is wrong"
+        is_short = not possible and most > 0 and not common  # less than a block, of which nothing is known
+        assert (hit.reason == whole) == (best >= possible and not is_short), "the reason is wrong"
+        assert hit.is_first <= (not stored[1:] and not best and not common), "something is stored"
         assert hit.why
         return hit
 

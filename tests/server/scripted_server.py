@@ -13,7 +13,8 @@ from lamina.base.config import EngineConfig
 from lamina.engine.client import EngineClient
 from lamina.engine.text import load_codec
 from lamina.engine.wire import Ready
-from lamina.server.run import find_chat_format, listen, serve
+from lamina.models.chats import find_chat_format
+from lamina.server.run import listen, serve
 from lamina.server.settings import ServerSettings
 from lamina.server.state import ServerState
 
@@ -26,7 +27,7 @@ def main(directory: Path, script: Path, port: int) -> None:
     port = listener.getsockname()[1]
     command = [sys.executable, str(_ENGINE), "--script", str(script)]
     client = EngineClient(EngineConfig(str(directory), cache_bytes="64MiB"), command)
-    chat = find_chat_format(directory, None, None)
+    chat = find_chat_format(directory)
     state = ServerState(ServerSettings(port=port, names=("tiny",)), client, load_codec(directory), chat)
 
     def on_ready(ready: Ready) -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from lamina.chat.jinja import JinjaFormat
+from lamina.chat.records import ChatOptions, Tool, ToolChoice
 from lamina.engine.text import load_codec
+from lamina.server.chat_request import check_tools_shown
+from lamina.server.errors import ApiError
 
 
 class Served(Protocol):
@@ -364,6 +369,33 @@ def test_thoughts_end_where_their_budget_does(server: Served, tiny_of: Callable[
         assert message.content
     again = joined(chunks_of(server, body))  # from the cache
     assert [one["content"] for one in again] == [choice.message.content or "" for choice in answer.choices]
+
+
+def test_a_result_of_a_call_that_nobody_made_is_refused(server: Served) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    asked = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    for name, status in (("call_1", 200), ("call_2", 400), (None, 200)):
+        messages = [*asked, {"role": "tool", "content": "noon", "tool_call_id": name}]
+        response = server.post("/v1/chat/completions", body_of(messages=messages, tools=[CLOCK], max_tokens=2))
+        assert response.status_code == status, response.text
+        if status == 400:
+            error = response.json()["error"]
+            assert error["param"] == "messages[2].tool_call_id" and "call_2" in error["message"]
+
+
+def test_tools_that_a_template_never_shows_are_refused() -> None:
+    """A model that cannot be told of its tools would answer as if there were none; where a call is forced it is made."""
+    blind, sees = (JinjaFormat({"default": text}, {}, frozenset()) for text in ("{# tools #}tools", "{{ tools | tojson }}"))
+    tool = Tool("clock", {"name": "clock"})
+    for options in (
+        ChatOptions(), ChatOptions(tools=(tool,), tool_choice=ToolChoice("none")),
+        ChatOptions(tools=(tool,), tool_choice=ToolChoice("required")), ChatOptions(tools=(replace(tool, is_strict=True),)),
+    ):  # fmt: skip
+        check_tools_shown(blind, options)
+    check_tools_shown(sees, ChatOptions(tools=(tool,)))
+    with pytest.raises(ApiError, match="no place for tools") as caught:
+        check_tools_shown(blind, ChatOptions(tools=(tool,)))
+    assert (caught.value.status, caught.value.field, caught.value.code) == (400, "tools", "unsupported_feature")
 
 
 def test_a_budget_that_cannot_be_is_refused(server: Served) -> None:

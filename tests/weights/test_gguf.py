@@ -20,10 +20,9 @@ from lamina.cli import main
 from lamina.engine.grammar_vocabulary import read_vocabulary
 from lamina.engine.locate import locate
 from lamina.engine.text import load_codec
-from lamina.models.chats import added_tokens, chat_format
+from lamina.models.chats import added_tokens, chat_format, find_chat_format
 from lamina.models.files import find_checkpoint, list_stored, read_config, read_file
 from lamina.models.tensors import open_tensors
-from lamina.server.run import find_chat_format
 from lamina.weights import gguf_header
 from lamina.weights.gguf import GgufFiles
 from lamina.weights.gguf_header import Converted, read_gguf
@@ -165,7 +164,7 @@ def read_file_of(value: object) -> bytes:
 
 def test_the_chat_template_that_it_had(made: Callable[..., object]) -> None:
     one, messages = made(), [Message("user", "Hi <|im_end|>")]
-    formats = [find_chat_format(path, None, None) for path in (one.gguf, one.directory)]
+    formats = [find_chat_format(path) for path in (one.gguf, one.directory)]
     assert all(form is not None for form in formats)
     texts = [form.render(messages, ChatOptions(), added_tokens(one.gguf)) for form in formats if form is not None]
     assert texts[0].text.replace(texts[0].mark, "") == texts[1].text.replace(texts[1].mark, "")

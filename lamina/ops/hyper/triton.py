@@ -144,6 +144,7 @@ def _run(
     mixes: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Both launches; fills x and `mixes`, the new post and comb. Returns the new streams."""
+    assert isinstance(mixer.fn, Tensor), "weights in C's order are for CPUs"
     given = (streams, mixer.fn, *(one for one in (out, out2, post, comb) if one is not None))
     assert all(one.is_contiguous() for one in given) and streams.dtype == dtype
     step = BoundaryStep(streams, out, out2, post, comb, mixer, norm_weight, x, mixes)

@@ -223,7 +223,7 @@ def _score(
             if FORMAT == "fp8":
                 key_scale = tl.load(key_scales + at_scales)
             for part in tl.static_range(PARTS):
-                even_queries, odd_queries, weight = queries[part]
+                even_queries, odd_queries, weight = queries[part]  # type: ignore[var-annotated]
                 products = tl.dot(even, even_queries, input_precision="ieee")
                 if FORMAT == "fp4":
                     products = tl.dot(odd, odd_queries, products, input_precision="ieee")

@@ -213,6 +213,7 @@ class IndexStep:
         rows, tiles, constants = self.rows, self.tiles, self.constants
         splits = triton.cdiv(self.max_entries, tiles.entries)
         of_rows = triton.cdiv(count, tiles.parts * tiles.rows)
+        grid: tuple[int, ...]
         if self.is_single and count <= _DEALT_ROWS:
             kernel, grid = kernels.score_singles, (min(tiles.programs, count * splits),)
             constants = constants | {"PADDED_ROWS": triton.next_power_of_2(count)}
