@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lamina.layers.device_heads import DeviceContext
 from lamina.layers.device_scan import DeviceConvolution
-from lamina.ops.delta.triton import Form, Rule, gated_delta
+from lamina.ops.delta.triton import Rule, gated_delta
 from lamina.ops.gemm.stored import Activation, StoredWeight
-from lamina.ops.linear_attention.triton import activate, decayed_attention, gate_normed
+from lamina.ops.linear_attention.triton import Form, activate, decayed_attention, gate_normed
 from lamina.ops.quantise.triton import quantise_rows
 from lamina.ops.ssm.triton import GroupNorm, gate_rows
 from lamina.ops.store import Store
@@ -50,7 +50,7 @@ class DeviceDelta:
         gates = found[:, mixed + values :] if self.gates is None else context.times(x, self.gates, dtype)
         learns, steps = gates.chunk(2, dim=-1)
         inputs = self.convolution.forward(found[:, :mixed], context)
-        y = gated_delta(inputs, learns, steps, rule, self.store, context.rows, "rows")
+        y = gated_delta(inputs, learns, steps, rule, self.store, context.rows)
         out = gate_rows(y, found[:, mixed : mixed + values], self.norm, context.rows, dtype)
         return context.times(_read(out, self.w_out, context), self.w_out, dtype)
 

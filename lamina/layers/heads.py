@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lamina.layers.projection import product
 from lamina.layers.rounding import rounded
 from lamina.ops.attend_heads import HeadsCase, Past, attend_heads, softcapped, store_rows
 from lamina.ops.attend_heads.native import NativeHeads, gate
@@ -108,10 +109,7 @@ class GroupedAttention:
             return self._by_kernels(x, context, self.kernels)
         case, codec, dtype, sequences = self.case, self.codec, context.dtype, context.sequences
         dim, num_kv = codec.key_dim, 0 if self.shares is not None else case.kv_heads
-        rows = linear(x, self.w_in)
-        if self.b_in is not None:
-            rows = rows + self.b_in
-        rows = rounded(rows, dtype)
+        rows = product(x, self.w_in, self.b_in, dtype)
         widths = [(case.heads + num_kv) * dim, num_kv * codec.value_dim, case.heads * dim * self.is_gated]
         both, values, gates = rows.split_with_sizes(widths, dim=-1)
         queries, keys = self._positioned(both.unflatten(-1, (-1, dim)), context)
@@ -136,8 +134,7 @@ class GroupedAttention:
             context.own[self.layer] = own
         if self.is_gated:
             out = rounded(out / (torch.exp(-gates) + 1), dtype)
-        found = linear(out, self.w_out)
-        return rounded(found if self.b_out is None else found + self.b_out, dtype)
+        return product(out, self.w_out, self.b_out, dtype)
 
     def _by_kernels(self, x: Tensor, context: Context, kernels: NativeHeads) -> Tensor:
         """The same by the C kernels."""
@@ -163,7 +160,7 @@ class GroupedAttention:
             context.own[self.layer] = own
         if gates is not None:
             gate(out, gates, dtype)
-        return _times(out, self.w_out, self.b_out, dtype)
+        return product(out, self.w_out, self.b_out, dtype)
 
     def finish(self, context: Context) -> None:
         """After the last layer: keeps rows that other layers have read."""
@@ -231,36 +228,20 @@ class GatedMlp:
         """x [T, D] -> [T, D]."""
         if x.shape[0] > _NEAR_ROWS:
             return torch.cat([self.forward(rows, context) for rows in x.split(_NEAR_ROWS)])
+        inner = product(x, self.w_in, self.b_in, torch.float32)
         if isinstance(self.w_in, NativeWeight) and self.cut is None:
-            wide = self.w_in.times(x, self.b_in)
-            inner = gated(wide, self.activation, self.has_gate, self.multipliers[0], context.dtype)
-            if self.multipliers[1] == 1:
-                return _times(inner, self.w_out, self.b_out, context.dtype)
-            found = linear(inner, self.w_out)
-            found = found if self.b_out is None else found + self.b_out
-            return rounded(found * self.multipliers[1], context.dtype)
-        inner = linear(x, self.w_in)
-        if self.b_in is not None:
-            inner = inner + self.b_in
-        if self.has_gate:
+            inner = gated(inner, self.activation, self.has_gate, self.multipliers[0], context.dtype)
+        elif self.has_gate:
             gate, up = inner.chunk(2, dim=-1)
             gate = gate * self.multipliers[0] if self.multipliers[0] != 1 else gate
             gate = gate if self.cut is None else _above(gate, self.cut)
             inner = activated(gate, self.activation).mul_(up)
         else:
             inner = activated(inner, self.activation)
-        found = linear(rounded(inner, context.dtype), self.w_out)
-        if self.b_out is not None:
-            found = found + self.b_out
-        return rounded(found * self.multipliers[1] if self.multipliers[1] != 1 else found, context.dtype)
-
-
-def _times(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x weight + bias, rounded."""
-    if isinstance(weight, NativeWeight):
-        return weight.times(x, bias, dtype)
-    found = linear(x, weight)
-    return rounded(found if bias is None else found + bias, dtype)
+        inner = rounded(inner, context.dtype)
+        if self.multipliers[1] == 1:
+            return product(inner, self.w_out, self.b_out, context.dtype)
+        return rounded(product(inner, self.w_out, self.b_out, torch.float32) * self.multipliers[1], context.dtype)
 
 
 def _pieces(num_rows: int, width: int) -> list[slice]:

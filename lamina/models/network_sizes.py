@@ -35,9 +35,9 @@ def _part_bytes(part: object, hidden: int) -> int:
         return part.router.top_k * (4 * part.width + 4 * hidden) + 8 * part.num + shared
     if isinstance(part, Mlp):
         return 16 * part.width
-    if isinstance(part, DeltaRule):  # projected, convolved; gated; of each head 64 numbers of two kinds, and what it gives
+    if isinstance(part, DeltaRule):  # projected, convolved; gated; and what it gives
         keys, values = part.groups * part.key_dim, part.heads * part.value_dim
-        return 16 * keys + 24 * values + 528 * part.heads
+        return 16 * keys + 24 * values + 16 * part.heads
     if isinstance(part, DecayedAttention):
         return 40 * len(part.slopes) * part.dim
     return 0

@@ -72,7 +72,7 @@ INLINE float largest(vec x) {
     return found;
 }
 
-/* e^x within 2 units of the last place; 0 below -87, NaN stays NaN. */
+/* e^x within 2 units of the last place from -87 to 88; below 0, above infinite, NaN stays NaN. */
 INLINE vec exp_of(vec x) {
     vec near = choose(x < -87.0f, all(-87.0f), choose(x > 88.0f, all(88.0f), x));
     vec whole = near * 1.44269504088896341f + 12582912.0f; /* rounds to an integer */

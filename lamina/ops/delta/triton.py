@@ -1,35 +1,27 @@
 """The gated delta rule on a GPU. `ref.py` is the definition.
 
-    gated_delta(x, learns, steps, rule, store, rows, form)   [T, H * Dv] fp32
-    refuses(machine, key_dim)                                why it is not served, or None
+    gated_delta(x, learns, steps, rule, store, rows)   [T, H * Dv] fp32
+    refuses(machine, key_dim)                          why it is not served, or None
 
-Form "rows": one launch, in which a program goes through the rows of one request one after another, with some of a head's state
-in registers; a row's bits then depend on its own past alone, wherever a request is cut. Form "chunks": two launches; what needs
-no state is found for all chunks at once, then the chunks of a request are taken one after another by products. Its bits depend on
-cuts that are no multiples of CHUNK, never on company.
+One launch, in which a program goes through the rows of one request one after another, with some of a head's state in registers: a
+row's bits depend on its own past alone, wherever a request is cut.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from lamina.ops.chunks import CHUNK
 from lamina.ops.delta import kernels
-from lamina.ops.machine import Machine, is_hopper
+from lamina.ops.machine import Machine
 from lamina.ops.rope_norm.triton import refuses_machine
 from lamina.ops.rows import Rows
 from lamina.ops.store import Store
 
-Form = Literal["rows", "chunks"]
-
 #: numbers of a state that a program of `walk` holds: of one warp, which waits for no other
 _CELLS = 1024
 _MOST_KEY = 256
-#: columns of values that a program of `take_chunks` holds on Hopper, and elsewhere (from the machine code: no spills)
-_COLUMNS, _FEWER_COLUMNS = 32, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +52,7 @@ def refuses(machine: Machine, key_dim: int) -> str | None:
 
 
 def gated_delta(
-    x: Tensor, learns: Tensor, steps: Tensor, rule: Rule, store: Store, rows: Rows, form: Form, out: Tensor | None = None
+    x: Tensor, learns: Tensor, steps: Tensor, rule: Rule, store: Store, rows: Rows, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """`ref.gated_delta` with gates as a projection gives them: sigmoid(learns), and what `rule` makes of the steps.
 
@@ -81,24 +73,10 @@ def gated_delta(
     requests = (rows.starts, rows.stops, rows.first_rows)
     slots = (rows.slots, rows.slots.shape[1], store.place.column)
     is_bf16, scale = states.dtype == torch.bfloat16, key_dim**-0.5
-    if form == "rows":
-        wide = triton.next_power_of_2(key_dim)
-        block = min(triton.next_power_of_2(value_dim), max(1, _CELLS // wide))
-        kernels.walk[(rows.num_requests, heads * triton.cdiv(value_dim, block))](
-            x, x.stride(0), *gates, out, states, states.stride(0), *requests, *slots, scale,
-            DV=value_dim, WK=wide, BLOCK=block, STORED_BF16=is_bf16, num_warps=1, enable_fp_fusion=False, **shape,
-        )  # fmt: skip
-        return out
-    tile = {"WK": max(16, triton.next_power_of_2(key_dim)), "CHUNK": CHUNK, "num_warps": 4, "num_stages": 1}
-    solved, scores = torch.empty(2, num, heads, CHUNK, dtype=torch.float32, device=x.device).unbind(0)
-    factors = torch.empty(num, heads, 4, dtype=torch.float32, device=x.device)
-    kernels.solve[(triton.cdiv(num, CHUNK) + 2 * rows.num_requests, heads)](
-        x, x.stride(0), *gates, solved, scores, factors, *requests, rows.num_requests, scale,
-        **tile, **shape,
-    )  # fmt: skip
-    block = max(16, min(_COLUMNS if is_hopper(x.device) else _FEWER_COLUMNS, triton.next_power_of_2(value_dim)))
-    kernels.take_chunks[(rows.num_requests, heads * triton.cdiv(value_dim, block))](
-        x, x.stride(0), solved, scores, factors, out, states, states.stride(0), *requests, *slots,
-        DV=value_dim, BLOCK=block, STORED_BF16=is_bf16, **tile, **shape,
+    wide = triton.next_power_of_2(key_dim)
+    block = min(triton.next_power_of_2(value_dim), max(1, _CELLS // wide))
+    kernels.walk[(rows.num_requests, heads * triton.cdiv(value_dim, block))](
+        x, x.stride(0), *gates, out, states, states.stride(0), *requests, *slots, scale,
+        DV=value_dim, WK=wide, BLOCK=block, STORED_BF16=is_bf16, num_warps=1, enable_fp_fusion=False, **shape,
     )  # fmt: skip
     return out

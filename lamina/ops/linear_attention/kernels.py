@@ -12,13 +12,21 @@ x is [queries | keys | values] of all heads.
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from lamina.ops.chunks_kernels import operand
 from lamina.ops.gated.kernels import activated
-from lamina.ops.quantise.kernels import rounded
-from lamina.ops.rope_norm.kernels import normed, store_as
+from lamina.ops.quantise.kernels import round_bf16, rounded
+from lamina.ops.rope_norm.kernels import INTERPRETED, normed, store_as
 
 #: of products in fp32, on tensor cores: of bf16 it changes nothing
 _PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def _operand(x, EXACT: tl.constexpr):
+    """As products take it: fp32 if EXACT, else bf16, which the interpreter holds in fp32."""
+    x = x.to(tl.float32)
+    if not EXACT:
+        x = round_bf16(x) if INTERPRETED else x.to(tl.bfloat16)
+    return x
 
 
 @triton.jit(do_not_specialize=["slot_column"])
@@ -97,15 +105,15 @@ def take_chunks(
         own = x + row * x_stride
         ahead = i[:, None] * x_stride
         is_there, is_value = is_row[:, None] & real[None, :], is_row[:, None] & live[None, :]
-        q = operand(tl.load(own + head * DK + ahead + number[None, :], mask=is_there, other=0.0), EXACT)
-        k = operand(tl.load(own + (HEADS + head) * DK + ahead + number[None, :], mask=is_there, other=0.0), EXACT)
+        q = _operand(tl.load(own + head * DK + ahead + number[None, :], mask=is_there, other=0.0), EXACT)
+        k = _operand(tl.load(own + (HEADS + head) * DK + ahead + number[None, :], mask=is_there, other=0.0), EXACT)
         v = tl.load(own + 2 * HEADS * DK + head * DV + ahead + lane[None, :], mask=is_value, other=0.0)
         left = tl.load(powers + tl.maximum(count - 1 - i, 0))
         score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * between
-        y = tl.dot(q, operand(state, EXACT), input_precision=_PRECISION) * passed[:, None]
-        y = tl.dot(operand(score, EXACT), operand(v, EXACT), y, input_precision=_PRECISION)
+        y = tl.dot(q, _operand(state, EXACT), input_precision=_PRECISION) * passed[:, None]
+        y = tl.dot(_operand(score, EXACT), _operand(v, EXACT), y, input_precision=_PRECISION)
         tl.store(out + (row * HEADS + head) * DV + i[:, None] * (HEADS * DV) + lane[None, :], y, mask=is_value)
-        taken = operand(v.to(tl.float32) * left[:, None], EXACT)
+        taken = _operand(v.to(tl.float32) * left[:, None], EXACT)
         state = tl.dot(tl.trans(k), taken, state * tl.load(powers + count), input_precision=_PRECISION)
         state = rounded(state, STORED_BF16)
     store_as(states + at, state, cell)
