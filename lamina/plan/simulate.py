@@ -175,7 +175,7 @@ class _Simulation:
         decodes = len(self.running) - len(self.prefilling)
         budget = max(1, options.max_step_tokens - decodes)
         gave_up = False
-        for job in sorted([*self.due, *self.prefilling], key=lambda job: job.order):
+        for job in sorted([*self.due, *self.prefilling], key=self._turn):
             if job.lease is None or (budget == 0 and job in self.prefilling):
                 continue  # preempted for an earlier one
             if job not in self.prefilling:
@@ -197,6 +197,10 @@ class _Simulation:
             budget -= granted
             self._take(new, granted, slices, checkpoints)
         return slices, checkpoints
+
+    def _turn(self, job: _Job) -> tuple[bool, int]:
+        """Who is planned first: those with one token to compute, whether it was drawn or is a prompt's last."""
+        return job in self.prefilling and job.lease is not None and job.known - job.lease.position > 1, job.order
 
     def _admit(self) -> _Job | None:
         """Admits the head of the queue if it fits; one that lost its memory takes its old place among those that run."""
