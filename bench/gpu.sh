@@ -37,6 +37,7 @@ figures gemm 120
 figures attend 120
 figures heads 200 --rival
 figures index 120
+figures latent 120
 figures hyper 90
 figures experts 120
 figures epilogue 90

@@ -86,6 +86,7 @@ class DeviceHeads:
 
     is_gated  w_in has the rows of each head's gate behind those of its query.
     shares  the layer whose rows are read instead of own ones: w_in then has queries alone.   is_shared  others read this layer's.
+    norm_all  q_norm and k_norm go over all heads' dims.
 
     bias  of the result, which whoever takes it adds.
     """
@@ -107,6 +108,7 @@ class DeviceHeads:
     shares: int | None = None
     is_shared: bool = False
     layer: int = 0
+    norm_all: bool = False
 
     @property
     def reads_fp8(self) -> bool:
@@ -121,7 +123,7 @@ class DeviceHeads:
         case = self.case if self.shares is None else replace(self.case, kv_heads=0)
         queries, own = project_heads(
             both, self.b_in, case, self.past, rows, dtype, turns, self.is_pairs, self.q_norm, self.k_norm, self.v_norm_eps,
-            self.norm_after_rope, context.warmth(self.temperature), self.is_gated,
+            self.norm_after_rope, context.warmth(self.temperature), self.is_gated, self.norm_all,
         )  # fmt: skip
         if self.shares is not None:
             own = context.own[self.shares]

@@ -282,9 +282,7 @@ class _Choice:
         return tuple(choose_tail(group, page) for group in groups)
 
 
-def _slot_kinds(
-    memories: Sequence[Memory], spans: Sequence[Span]
-) -> tuple[tuple[Memory, ...], tuple[tuple[int, int], ...]]:
+def _slot_kinds(memories: Sequence[Memory], spans: Sequence[Span]) -> tuple[tuple[Memory, ...], tuple[tuple[int, int], ...]]:
     """One memory for each way in which rows of a slot live, and for each span which of these and which of its parts it is."""
     of = {(memory.layer, memory.name): memory for memory in memories}
     kinds: dict[tuple[object, ...], tuple[int, Memory]] = {}
@@ -341,9 +339,7 @@ def _layout_id(
     """A digest of everything that says where bytes lie."""
 
     def rows(spans: Sequence[Span]) -> list[list[object]]:
-        return [
-            [s.layer, s.memory, s.field.name, s.field.dtype, list(s.field.shape), s.page, s.offset, s.rows] for s in spans
-        ]
+        return [[s.layer, s.memory, s.field.name, s.field.dtype, list(s.field.shape), s.page, s.offset, s.rows] for s in spans]
 
     placed = [rows(block), rows(slot), [[tail.tokens, tail.pages, rows(tail.spans)] for tail in tails]]
     text = json.dumps(["layout-2", block_tokens, draft_tokens, page, placed], separators=(",", ":"))

@@ -29,6 +29,8 @@ from lamina.weights.names import NameScheme, Rename
 Sizes = list[tuple[str, Size]]
 #: of the norms between two matrices of low rank, and of the index's keys; no field of the config
 _LOW_RANK_EPS = 1e-6
+#: what two versions of Transformers write for a layer with an index
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +291,8 @@ def _attention(fields: ConfigFields, config: Config, family: Family, prefix: str
     index = None
     if family.has_index:
         fields.must_be("indexer_rope_interleave", False)
-        if any(kind != "indexed_attention" for kind in fields.items("layer_types") or ()):
-            raise ConfigError("layer_types", fields.get("layer_types"), "indexed_attention in every layer")
+        if any(kind not in _INDEXED for kind in fields.items("layer_types") or ()):
+            raise ConfigError("layer_types", fields.get("layer_types"), f"{' or '.join(_INDEXED)} in every layer")
         if config.index_dim < config.rope_dim:
             raise ConfigError("index_head_dim", config.index_dim, f"at least qk_rope_head_dim ({config.rope_dim})")
         top_k = fields.integer("index_topk", default=2048, low=1)

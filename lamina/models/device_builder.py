@@ -35,6 +35,7 @@ class DeviceBuilder:
 
     stores  gives the store of a key with a codec.   builders  how each kind of part is built.
     shared  layers whose keys and values others read.   pasts  where those of each layer lie.
+    index_format  of an index's keys.
     """
 
     network: Network
@@ -48,6 +49,7 @@ class DeviceBuilder:
     ropes: list[Rope] = field(default_factory=list)
     shared: frozenset[int] = frozenset()
     pasts: dict[int, Past] = field(default_factory=dict)
+    index_format: str = "bf16"
 
     @property
     def width(self) -> int:
@@ -101,7 +103,7 @@ class DeviceBuilder:
         return VectorNorm(weight + 1 if norm.kind == "rms1" else weight, norm.eps, norm.kind == "layer")
 
     def head_norm(self, norm: Norm | None, dim: int) -> HeadNorm | None:
-        """A norm of a head with its weight."""
+        """A norm of a head, or of all heads' dims, with its weight."""
         if norm is None:
             return None
         if norm.kind == "plain":
@@ -128,8 +130,8 @@ LARGE_WINDOWS = "windows too large for a slot have no GPU kernels yet"
 
 def refuses_attention(part: Attention, machine: Machine) -> str | None:
     """Why a layer is not served, or None."""
-    if part.norm_all:
-        return "norms over all heads' dims: no GPU kernels yet"
+    if part.norm_all and part.norm_after_rope:
+        return "norms over all heads' dims after the rotation: no GPU kernels yet"
     if any(norm is not None and norm.kind == "layer" for norm in (part.q_norm, part.k_norm)):
         return "layer norms of heads: no GPU kernels yet"
     return heads_refuse(machine, part.dim)
@@ -158,10 +160,12 @@ def build_attention(builder: DeviceBuilder, part: object) -> DeviceLayer:
             builder.take(part.sinks, part.heads) if part.sinks is not None else None,
         ),
         angle=builder.angle(part.rope), is_pairs=part.rope is not None and part.rope.is_pairs,
-        q_norm=builder.head_norm(part.q_norm, dim), k_norm=None if is_reader else builder.head_norm(part.k_norm, dim),
+        q_norm=builder.head_norm(part.q_norm, part.heads * dim if part.norm_all else dim),
+        k_norm=None if is_reader else builder.head_norm(part.k_norm, part.kv_heads * dim if part.norm_all else dim),
         v_norm_eps=0.0 if is_reader else part.v_norm_eps,
         norm_after_rope=part.norm_after_rope, temperature=part.temperature, is_gated=part.is_gated,
         shares=part.shares, is_shared=builder.layer in builder.shared, layer=builder.layer,
+        norm_all=part.norm_all,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from lamina.layers.entries import StoreKey
 from lamina.models.device_build_altup import build_streams, refuses_altup
 from lamina.models.device_build_delta import build_decayed, build_delta, refuses_decayed, refuses_delta
 from lamina.models.device_build_experts import build_fused, build_ungated, refuses_fused, refuses_ungated
-from lamina.models.device_build_latent import FP8_LATENTS, build_latent, refuses_latent
+from lamina.models.device_build_latent import build_latent, refuses_latent
 from lamina.models.device_build_scan import build_channel_scan, build_head_scan, build_scaled, refuses_scan
 from lamina.models.device_builder import (
     DeviceBuilder,
@@ -142,17 +142,20 @@ class DeviceNetworkModel:
 def load_device_network(
     network: Network, source: TensorSource, dtype: torch.dtype, stores: Callable[[StoreKey, EntryCodec], Store],
     cache_format: str, device: torch.device, has_fp8: bool, only_portable: bool = False,
-    is_strict: bool = False,
+    is_strict: bool = False, index_format: str = "bf16",
 ) -> DeviceNetworkModel:  # fmt: skip
     """Takes every tensor once, moves it to the device in its stored format, and binds the layers to their stores.
 
     has_fp8        products with fp8 weights read fp8 rows; else rows of `dtype`.
     only_portable  no kernel is chosen that runs on one kind of GPU only.
     is_strict      bits never depend on where a request is cut.
+    index_format   of an index's keys.
     Raises WeightError for a missing, misshapen or unused tensor; ConfigError for a window that is too large.
     """
     shared = frozenset(part.shares for part in attentions(network.layers) if part.shares is not None)
-    builder = DeviceBuilder(network, source, dtype, stores, cache_format, device, DEVICE_BUILDERS, shared=shared)
+    builder = DeviceBuilder(
+        network, source, dtype, stores, cache_format, device, DEVICE_BUILDERS, shared=shared, index_format=index_format
+    )
     table = builder.weight(network.embed, network.vocab_size, network.hidden_size)
     if network.opening is not None:
         streams = build_streams(builder, network)
@@ -205,12 +208,9 @@ def _rows_of(table: StoredWeight) -> Tensor:
     return table.codes
 
 
-def refuses_network(network: Network, machine: Machine, cache_format: str = "bf16") -> str | None:
+def refuses_network(network: Network, machine: Machine) -> str | None:
     """Why a network is not served on a machine, in one line, or None."""
-    found = dict.fromkeys(why for why in refusals_of(network, machine).values() if why)
-    if cache_format == "fp8" and any(isinstance(part, Latent) for part in parts_of(network)):
-        found[FP8_LATENTS] = None
-    return "; ".join(found) or None
+    return "; ".join(dict.fromkeys(why for why in refusals_of(network, machine).values() if why)) or None
 
 
 def refusals_of(network: Network, machine: Machine) -> dict[str, str | None]:

@@ -28,8 +28,9 @@ def _part_bytes(part: object, hidden: int) -> int:
     if isinstance(part, Attention):
         queries = part.heads * (1 + part.is_gated)
         return (queries + 2 * part.kv_heads) * part.dim * 8 + part.heads * part.dim * 4
-    if isinstance(part, Latent):  # projected, in two parts, absorbed; found, and as values
-        return part.heads * (2 * (part.nope + part.rope.dim) + 2 * part.rank + part.value) * 4 + 8 * (part.q_rank or 0)
+    if isinstance(part, Latent):  # projected, in two parts, absorbed; found, and as values; an index's queries, and its choice
+        index = 0 if part.index is None else part.index.heads * (part.index.dim * 8 + 4) + 4 * part.index.top_k
+        return part.heads * (2 * (part.nope + part.rope.dim) + 2 * part.rank + part.value) * 4 + 8 * (part.q_rank or 0) + index
     if isinstance(part, Experts):
         shared = _part_bytes(part.shared, hidden) if part.shared is not None else 0
         return part.router.top_k * (4 * part.width + 4 * hidden) + 8 * part.num + shared

@@ -172,7 +172,8 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
 
         has_fp8 = target.activation == "fp8" and target.machine.has_fp8 and target.dtype == torch.bfloat16
         return load_device_network(
-            network, source, target.dtype, store, cache_format, target.device, has_fp8, target.only_portable, target.is_strict
+            network, source, target.dtype, store, cache_format, target.device, has_fp8, target.only_portable, target.is_strict,
+            index_format,
         )  # fmt: skip
 
     def refuses(target: Target) -> str | None:
@@ -180,7 +181,7 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
             return "needs Triton, which is not installed"
         from lamina.models.network_device import refuses_network
 
-        return refuses_network(network, target.machine, cache_format)
+        return refuses_network(network, target.machine)
 
     return Blueprint(
         memories=found.memories, hidden=found.hidden, rings=(), vocab_size=found.vocab_size, max_positions=found.max_positions,

@@ -68,6 +68,9 @@ WIDE_LATENT = LATENT | {
     "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "num_hidden_layers": 2,
 }  # fmt: skip
+#: chooses in prompts of 300 and 700 tokens
+INDEX = {"index_n_heads": 32, "index_head_dim": 64, "index_topk": 256, "num_hidden_layers": 2}
+WIDE_INDEX = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 90}
 #: the models of configs whose own are of more than text
 CLASSES = {"Llama4TextConfig": "Llama4ForCausalLM"}
 #: of each model the class of its config in Transformers, and its values
@@ -97,6 +100,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "DeepseekV2Config",
         LATENT | {"q_lora_rank": None, "attention_bias": True, "topk_method": "group_limited_greedy", "kv_lora_rank": 96},
     ),
+    "latents, an index": ("DeepseekV32Config", LATENT | INDEX),
+    "latents of the real size, an index": ("DeepseekV32Config", WIDE_LATENT | WIDE_INDEX),
     "caps": ("Gemma2Config", COMMON | {"head_dim": 256, "sliding_window": 70, "query_pre_attn_scalar": 64}),
 }
 NAMES = list(MODELS)
@@ -147,8 +152,6 @@ def test_answers_of_a_cpu(name: str, load: Load, serve: Serve, words: Words) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_company_changes_no_bit(name: str, cache_format: str, load: Load, serve: Serve, words: Words) -> None:
     """A request alone, and beside others that come with it; from nothing, and after a hit."""
-    if name.startswith("latents") and cache_format == "fp8":
-        pytest.skip("latents as fp8 have no GPU kernels")
     llm = load(name, device="cuda", dtype="bf16", cache_format=cache_format)
     prompts = [words(length, 7 + length) for length in (5, 130, 300, 64, 99)]
     together = serve(llm, prompts, 24, salt="together")
@@ -157,6 +160,27 @@ def test_company_changes_no_bit(name: str, cache_format: str, load: Load, serve:
     warm = serve(llm, prompts, 24, salt="alone")
     assert [answer.tokens for answer in warm] == [answer.tokens for answer in alone]
     assert warm == alone
+
+
+@pytest.mark.parametrize("index_format", ["fp4", "fp8", "fp32"])
+def test_company_changes_no_choice(index_format: str, load: Load, serve: Serve, words: Words) -> None:
+    """The same of an index, whatever its keys are stored as; among the others are prompts that are too short for a choice."""
+    llm = load("latents of the real size, an index", device="cuda", dtype="bf16", index_format=index_format)
+    prompts = [words(length, 7 + length) for length in (5, 130, 300, 64, 89)]
+    together = serve(llm, prompts, 24, salt="together")
+    alone = [serve(llm, [prompt], 24, salt="alone")[0] for prompt in prompts]
+    assert together == alone
+    assert serve(llm, prompts, 24, salt="alone") == alone
+
+
+def test_a_choice_of_all_is_no_choice(load: Load, serve: Serve, words: Words) -> None:
+    """Requests that see no more tokens than are listed have the bits that they have where nobody can see more."""
+    name, prompts = "latents, an index", [words(length, 7 + length) for length in (5, 130, 200)]
+    settings = {"device": "cuda", "dtype": "bf16", "cache_format": "bf16"}
+    short = serve(load(name, max_model_len=256, **settings), prompts, 24)
+    assert short == serve(load(name, **settings), prompts, 24)
+    answers = serve(load(name, **settings), [*prompts, words(700, 1)], 24)
+    assert answers[:3] == short
 
 
 @pytest.mark.parametrize("name", NAMES)

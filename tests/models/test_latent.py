@@ -214,6 +214,12 @@ def test_what_is_refused(name: str, field: str, value: object) -> None:
     assert refused.value.field in (field, "topk_group") and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_layers_with_an_index_by_both_their_names(kind: str) -> None:
+    named = facts("deepseek-v3.2") | {"layer_types": [kind] * 61}
+    assert NETWORKS["deepseek-v3.2"](named) == NETWORKS["deepseek-v3.2"](facts("deepseek-v3.2"))
+
+
 def test_quantised_files_that_are_refused() -> None:
     for quantised in ({"quant_method": "fp8", "fmt": "e4m3"}, {"quant_method": "mxfp4"}):
         with pytest.raises(ConfigError, match="quantization_config"):

@@ -16,6 +16,7 @@ from lamina.memory.layout import make_layout
 from lamina.memory.ledger import Ledger
 from lamina.models.network import Attention, Branch, Experts, Mlp, Network, Norm, Rope, Router
 from lamina.models.parts_delta import DecayedAttention, DeltaRule
+from lamina.models.parts_latent import Index, Latent
 from lamina.models.parts_scan import Stored
 from lamina.models.registry import LoadedModel, Target, blueprint
 from lamina.ops.gemm.stored import StoredWeight
@@ -248,7 +249,9 @@ def test_refusals() -> None:
     experts = Experts("mlp", 4, 16, Router("softmax", 2), "gate")
     assert refuses(replace(attention, is_gated=True)) is None
     assert refuses(attention) is None and refuses(mlp) is None and refuses(experts) is None
-    assert refuses(replace(attention, norm_all=True)) == "norms over all heads' dims: no GPU kernels yet"
+    assert refuses(replace(attention, norm_all=True)) is None
+    after = replace(attention, norm_all=True, norm_after_rope=True)
+    assert refuses(after) == "norms over all heads' dims after the rotation: no GPU kernels yet"
     assert refuses(replace(attention, dim=300)) == "heads must have 1 to 256 dims, not 300"
     assert refuses(replace(experts, router=Router("sigmoid", 2, groups=2))) is None
     delta = DeltaRule("delta", 2, 128, 4, 128, 4, 1e-6, Stored("bf16", "fp32"))
@@ -257,6 +260,11 @@ def test_refusals() -> None:
     decayed = DecayedAttention("attn", 128, (0.5,) * 64, 1e-6, Stored("bf16", "fp32"))
     assert refuses(decayed) is None
     assert refuses(replace(decayed, dim=260)) == "heads of linear attention must have 1 to 256 dims, not 260"
+    index = Index("attn.indexer", "index", 64, 128, 2048, 1e-6)
+    latent = Latent("attn", "latent", 128, 1536, 512, 128, 128, Rope(64, 1e4, max_positions=163840), 1.0, 1e-6, index=index)
+    assert refuses(latent) is None
+    assert refuses(replace(latent, index=replace(index, top_k=4096))) == "top_k must be 1 to 2048, not 4096"
+    assert refuses(replace(latent, rank=513)) == "latents must have 1 to 512 dims, not 513"
     assert refuses(object()) == "object layers have no GPU kernels yet"
 
 
@@ -274,6 +282,24 @@ def test_rows_by_kind(groups: int, sizes: tuple[int, int]) -> None:
     assert found.is_fp8 == (sizes[1] % 128 == 0)
     whole = dequantise_fp8_weight(codes, scales).view(groups, sum(sizes), 130)
     truth = torch.cat([part.flatten(0, 1) for part in whole.split(sizes, dim=1)])
+    mine = found.codes if found.scales is None else dequantise_fp8_weight(found.codes, found.scales)
+    assert torch.equal(mine, truth)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+@pytest.mark.parametrize(("dim", "is_kept"), [(64, True), (24, False)], ids=["scales of whole heads", "of parts of heads"])
+def test_rows_of_an_index_in_another_order(dim: int, is_kept: bool) -> None:
+    """fp8 keeps its format where rows move under one scale."""
+    from lamina.models.device_build_latent import reordered
+
+    draw = torch.Generator().manual_seed(1)
+    codes = torch.randn(5 * dim, 130, generator=draw).to(torch.float8_e4m3fn)
+    weight = StoredWeight(codes, torch.rand(-(-5 * dim // 128), 2, generator=draw))
+    assert weight.scales is not None
+    order = (torch.arange(5)[:, None] * dim + torch.randperm(dim, generator=draw)).flatten()
+    found = reordered("some.weight", weight, order, dim, torch.float32)
+    assert found.is_fp8 == is_kept
+    truth = dequantise_fp8_weight(codes, weight.scales)[order]
     mine = found.codes if found.scales is None else dequantise_fp8_weight(found.codes, found.scales)
     assert torch.equal(mine, truth)
 

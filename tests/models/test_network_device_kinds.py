@@ -50,10 +50,14 @@ LATENT_V2 = LATENT | {
     "num_hidden_layers": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 WHOLE = LATENT | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1}
+#: of 16 heads some see a token with a positive product: scores of 0, which are equal, are rare
+INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 5, "attention_bias": True}
 MODELS: dict[str, tuple[str, dict[str, object], str]] = {
+    "latents, an index": ("DeepseekV32Config", LATENT | INDEX, ""),
     "latents": ("DeepseekV3Config", LATENT, ""),
     "latents, biases": ("DeepseekV2Config", LATENT_V2, ""),
     "latents, whole queries": ("DeepseekV3Config", WHOLE, ""),
+    "latents, an index, as fp8": ("DeepseekV32Config", LATENT | INDEX, ""),
     "gpt-oss": ("GptOssConfig", COMMON | OSS, ""),
     "gpt-oss, packed": ("GptOssConfig", COMMON | OSS | {"intermediate_size": 96, "num_hidden_layers": 1}, ""),
     "llama 4": ("Llama4TextConfig", COMMON | LLAMA4, "Llama4ForCausalLM"),
@@ -66,7 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, object], str]] = {
 }  # fmt: skip
 
 
-USUAL = ("gpt-oss, packed", "llama 4", "latents")
+USUAL = ("gpt-oss, packed", "llama 4", "latents", "latents, an index")
 
 
 def pack_experts(directory: Path) -> None:
@@ -108,6 +112,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         pytest.param("gpt-oss, packed", marks=pytest.mark.long),
         pytest.param("llama 4", marks=pytest.mark.long),
         "latents",
+        "latents, an index",
         *(pytest.param(one, marks=pytest.mark.long) for one in MODELS if one not in USUAL and "large" not in one),
     ],
 )
@@ -115,13 +120,14 @@ def test_the_forward_pass(name: str, directory_of: Callable[[str], Path]) -> Non
     """Prompts together, cut, then decodes: the same sums in another order."""
     lengths, cuts = ((300, 77, 20), (64, 130)) if HAS_GPU else ((9, 2), (7,))
     directory = directory_of(name)
-    plan = blueprint(read_config(directory), "fp32", "fp32")
+    formats, most = ("fp8", 2e-2 if HAS_GPU else 1e-5) if "fp8" in name else ("fp32", 1e-5)  # a code at a border becomes another
+    plan = blueprint(read_config(directory), formats, formats)
     layout = make_layout(plan.memories, plan.hidden, 8, min_page_bytes=4096)
     blocks = -(-max(lengths) // layout.block_tokens) + 1
     of = networks.steps_of
     sides = tuple(of.Side(plan, layout, directory, "fp32", len(lengths), blocks, there) for there in (False, True))
     sides[0].model = networks.EveryRow(sides[0].model)
-    of.compare(sides, lengths, cuts, 1, 67, 1e-5)
+    of.compare(sides, lengths, cuts, 1, 67, most)
 
 
 @networks.runs_kernels

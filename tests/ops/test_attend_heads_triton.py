@@ -308,12 +308,16 @@ class Projection:
     has_bias: bool = False
     is_warm: bool = False
     dim: int = 16
+    of_all: bool = False
+    has_gates: bool = False
 
 
 PROJECTIONS = [
     Projection(), Projection(8, True, has_bias=True), Projection(0, norms=True),
     Projection(12, norms=True, dim=12, has_bias=True),
     Projection(8, norms=True, after=True), Projection(v_norm=1e-5, is_warm=True), Projection(20, True, True, True, dim=20),
+    Projection(8, norms=True, has_bias=True, dim=12, of_all=True),
+    Projection(8, True, True, v_norm=1e-5, of_all=True, has_gates=True),
 ]  # fmt: skip
 
 
@@ -354,7 +358,8 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
     x[:count] = torch.randn(count, width + 5, generator=generator)
     x = x.to(dtype)
     bias = torch.randn(width, generator=generator) if given.has_bias else None
-    gains = [torch.randn(dim, generator=generator) for _ in range(2)] if given.norms else None
+    sizes = [count * dim if given.of_all else dim for count in (heads, kv_heads)]
+    gains = [torch.randn(size, generator=generator) for size in sizes] if given.norms else None
     angles = step.positions.cpu()[:, None] * 100.0 ** -(torch.arange(0, given.rope, 2) / max(1, given.rope))
     turns = (angles.cos(), angles.sin()) if given.rope else None
     warmth = torch.rand(total, generator=generator) + 1 if given.is_warm else None
@@ -364,10 +369,15 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
 
     norms = [None if gains is None else (moved(gain), 1e-5) for gain in gains or (None, None)]
     same = HeadsCase(heads, kv_heads, 1.0, None if in_log else 8)
+    projected = moved(x)[:, :width]
+    if given.has_gates:  # behind each query
+        gates = torch.full((total, heads, 2, dim), 3.0, dtype=dtype)
+        gates[:, :, 0] = x[:, : heads * dim].view(total, heads, dim)
+        projected = moved(torch.cat([gates.flatten(1), x[:, heads * dim : width]], 1))
     queries, own = project_heads(
-        moved(x)[:, :width], moved(bias), same, Past(there, codec), step, dtype,
+        projected, moved(bias), same, Past(there, codec), step, dtype,
         None if turns is None else (turns[0].to(DEVICE), turns[1].to(DEVICE)), given.is_pairs, *norms, given.v_norm, given.after,
-        moved(warmth),
+        moved(warmth), given.has_gates, given.of_all,
     )  # fmt: skip
 
     def kept(value: Tensor) -> Tensor:
@@ -379,7 +389,11 @@ def test_projections(given: Projection, cache: str, dtype: torch.dtype, place: s
     def normed(both: Tensor) -> Tensor:
         if gains is None:
             return both
-        return kept(torch.cat([rms_norm(both[:, :heads], gains[0], 1e-5), rms_norm(both[:, heads:], gains[1], 1e-5)], 1))
+        parts = (both[:, :heads], both[:, heads:])
+        if given.of_all:
+            parts = tuple(part.flatten(1) for part in parts)
+        found = [rms_norm(part, gain, 1e-5) for part, gain in zip(parts, gains, strict=True)]
+        return kept(torch.cat([part.view(count, -1, dim) for part in found], 1))
 
     both = both if given.after else normed(both)
     if turns is not None:

@@ -33,13 +33,15 @@ from tests.ops.rows import Part, arrays, poisoned_store
 from lamina.ops.index_topk import kernels  # isort: skip
 from lamina.ops.index_topk import triton as served  # isort: skip
 
-RATIO = 4
 FORMATS = ("fp4", "fp8", "bf16", "fp32")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """lengths  (start, stop) of each request.   spread  of the values: few make ties.   page  entries in a page."""
+    """lengths  (start, stop) of each request.   spread  of the values: few make ties.   page  entries in a page.
+
+    ratio  tokens of an entry.
+    """
 
     index_format: str = "fp4"
     lengths: tuple[tuple[int, int], ...] = ((255, 256), (70, 71), (2, 3), (3, 4), (299, 300), (0, 1), (31, 32), (35, 36))
@@ -50,6 +52,7 @@ class Case:
     spread: int = 1
     page: int = 64
     padding: int = 2
+    ratio: int = 4
 
 
 #: prefill: a request within one tile of rows and over several, borders of what is visible, one row alone
@@ -70,6 +73,8 @@ def cases() -> Iterator[Case]:
     yield Case("fp8", PIECES, "prefill", dim=16, heads=2, page=128)
     yield Case("fp4", PIECES, "prefill", dim=128, heads=17, spread=3, top_k=33, padding=0)
     yield Case("fp4", top_k=100)  # nobody sees so many
+    yield Case("fp8", ((70, 71), (2, 3), (98, 99), (6, 7), (7, 8)), page=16, ratio=1)
+    yield Case("bf16", ((60, 66), (6, 9), (0, 2)), "prefill", page=16, ratio=1)
 
 
 @dataclass(slots=True)
@@ -111,13 +116,13 @@ def make(case: Case, seed: int = 0) -> World:
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(stop - start for start, stop in case.lengths) + case.padding
     codec = index_codec(case.index_format, case.dim)
-    width = max(-(-max(stop // RATIO for _, stop in case.lengths) // case.page), 1)
+    width = max(-(-max(stop // case.ratio for _, stop in case.lengths) // case.page), 1)
     order = torch.randperm(len(case.lengths) * width + 1, generator=generator).tolist()
     keys = poisoned_store(codec, len(order), case.page)
     tables = torch.randint(0, len(order), (len(case.lengths) + 3, width), generator=generator, dtype=torch.int32)
     parts, pieces, first = [], [], 0
     for number, (start, stop) in enumerate(case.lengths):
-        entry = torch.arange(stop // RATIO)
+        entry = torch.arange(stop // case.ratio)
         blocks = order[number * width : number * width + -(-len(entry) // case.page)]
         table_row = len(case.lengths) + 1 - number
         tables[table_row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
@@ -150,11 +155,11 @@ def step_of(world: World, rows: Rows | None = None, scale: float = 0.5, **change
     strides = (world.weights.shape[1] + 3, 1)
     base = torch.empty(world.weights.shape[0], strides[0], device=DEVICE)
     weights = base[:, 1 : case.heads + 1].copy_(world.weights)
-    longest = max(stop for _, stop in case.lengths) // RATIO
+    longest = max(stop for _, stop in case.lengths) // case.ratio
     arguments: dict = {"max_entries": longest, "order": case.order} | changed
     step = served.IndexStep(
         tuple(field.to(DEVICE) for field in world.queries), weights, scale, on_device(world.keys),
-        device_rows(world) if rows is None else rows, RATIO, case.top_k, **arguments,
+        device_rows(world) if rows is None else rows, case.ratio, case.top_k, **arguments,
     )  # fmt: skip
     if step.is_scored:
         for buffer in (step.scores, step.kept, step.entries):
@@ -177,7 +182,7 @@ def visible_rows(world: World) -> Iterator[tuple[int, Piece, int]]:
     """(row, its request, entries it sees) of all but padding."""
     for piece in world.pieces:
         for position in range(piece.start, piece.stop):
-            yield piece.first_row + position - piece.start, piece, (position + 1) // RATIO
+            yield piece.first_row + position - piece.start, piece, (position + 1) // world.case.ratio
 
 
 def exact_scores(world: World, row: int, piece: Piece, visible: int) -> Tensor:
@@ -199,7 +204,7 @@ def chosen(scores: Tensor, top_k: int) -> Tensor:
 
 
 @runs_kernels
-@pytest.mark.parametrize("case", long_but({0, 3, 4, 9, 10, 11, 13, 15, 16}, cases()), ids=str)
+@pytest.mark.parametrize("case", long_but({0, 3, 4, 9, 10, 11, 13, 15, 16, 17}, cases()), ids=str)
 def test_places_are_those_of_a_stable_sort(case: Case) -> None:
     world = make(case)
     found = run(world)
@@ -221,7 +226,7 @@ def test_the_definition(index_format: str, order: Literal["decode", "prefill"]) 
     rows = -len(world.weights) % 8
     exact = torch.nn.functional.pad(world.exact.float(), (0, 0, 0, 0, 0, rows))
     weights = torch.nn.functional.pad(world.weights, (0, 0, 0, rows)) * 0.5
-    truth = index_topk(exact, weights, world.keys, arrays(world.parts, [RATIO]), RATIO, case.top_k)
+    truth = index_topk(exact, weights, world.keys, arrays(world.parts, [case.ratio]), case.ratio, case.top_k)
     assert truth is not None
     found = run(world)
     for row, piece, _ in visible_rows(world):
@@ -280,7 +285,7 @@ def test_what_is_no_number_comes_last_and_stays_its_own(index_format: str) -> No
     world.weights[2] = -torch.inf
     found = run(world)
     for row in (0, 2):
-        piece, visible = world.pieces[row], (world.pieces[row].stop) // RATIO
+        piece, visible = world.pieces[row], (world.pieces[row].stop) // case.ratio
         best = chosen(exact_scores(world, row, piece, visible), case.top_k)
         assert found[row].tolist() == place_of(world, piece, best).tolist()
     assert found[1].tolist() == place_of(world, world.pieces[1], torch.arange(case.top_k)).tolist()
@@ -309,7 +314,7 @@ def test_scores_of_real_numbers(index_format: str) -> None:
     world = make(case)
     generator = torch.Generator().manual_seed(5)
     for piece in world.pieces:
-        entry = torch.arange(piece.stop // RATIO)
+        entry = torch.arange(piece.stop // case.ratio)
         places = place_of(world, piece, entry)
         stored = world.keys.codec.encode(torch.randn(len(entry), dim, generator=generator))
         world.keys.write(places // case.page, places % case.page, stored)
@@ -351,11 +356,11 @@ def select(scores: Tensor, top_k: int, **changed: object) -> tuple[Tensor, serve
     num_rows, entries = scores.shape
     codec = index_codec("fp32", 16)
     keys = Store(codec, (torch.zeros(num_rows, entries, 16, device=DEVICE),))
-    pieces = tuple(Piece(RATIO * entries - 1, RATIO * entries, row, row) for row in range(num_rows))
+    pieces = tuple(Piece(entries - 1, entries, row, row) for row in range(num_rows))
     tables = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)[:, None]
     rows = rows_of(pieces, ((0,),) * num_rows, tables, num_rows, num_rows)
     step = served.IndexStep(
-        (torch.zeros(num_rows, 16, device=DEVICE),), torch.zeros(num_rows, 1, device=DEVICE), 1.0, keys, rows, RATIO, top_k,
+        (torch.zeros(num_rows, 16, device=DEVICE),), torch.zeros(num_rows, 1, device=DEVICE), 1.0, keys, rows, 1, top_k,
         entries, "decode", **changed,
     )  # type: ignore[arg-type]  # fmt: skip
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)

@@ -159,6 +159,14 @@ def test_non_finite_values_poison_their_block_only(bad: float) -> None:
     assert q.dequantise_fp4(packed, scales).isnan().sum() == 32
 
 
+def test_a_nan_is_one_however_its_block_lies_in_memory() -> None:
+    """PyTorch's largest of columns that lie side by side, as after a Hadamard product, is a NaN with a sign."""
+    x = torch.ones(32, 75).T
+    x[11, 5] = NAN
+    assert q.quantise_fp8_row(x)[1].isnan().nonzero().tolist() == [[11]]
+    assert q.quantise_fp4(x)[1][11].tolist() == q.quantise_fp8(x)[1][11].tolist() == [255]
+
+
 def test_the_largest_numbers() -> None:
     for quantise, dequantise in ((q.quantise_fp8, q.dequantise_fp8), (q.quantise_fp4, q.dequantise_fp4)):
         assert dequantise(*quantise(torch.full((1, 64), 3.0 * 2.0**126))).eq(3.0 * 2.0**126).all()

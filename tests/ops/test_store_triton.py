@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina.layers.heads import RmsNorm
 from lamina.ops.machine import Machine
 from lamina.ops.quantise import hadamard
 from lamina.ops.rope_norm import entry_norm_rope, inverse_frequencies, rope_tables, rotate
@@ -33,6 +34,7 @@ from lamina.ops.store import kernels
 from lamina.ops.store.triton import (
     encode_queries,
     encode_rows,
+    index_epilogue,
     keep_hidden,
     keep_rows,
     project_epilogue,
@@ -213,6 +215,68 @@ def test_index_queries_have_the_definitions_bytes(name: str, heads: int) -> None
         assert torch.equal(part, wanted[3 * heads : 4 * heads])
 
 
+@runs_kernels
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_asked"),
+    long_but(
+        {1, 7, 13},
+        [
+            (name, dtype, is_asked)
+            for dtype in (torch.float32, torch.bfloat16)
+            for name, is_asked in (*((name, True) for name in KEYS), ("fp8", False))
+        ],
+    ),
+    ids=str,
+)
+def test_index_keys_of_every_token(name: str, dtype: torch.dtype, is_asked: bool, rows: ModuleType) -> None:
+    """Whole logs and queries, byte for byte: keys from strided columns, some in the log already, padding full of NaN."""
+    codec, size, heads = KEYS[name], 6, 5
+    rope = {16: 8, 20: 8, 32: 8, 64: 16, 128: 64}[codec.width]
+    spans = [(3, 14, 5), (7, 8, 0), (0, 2, 0), (5, 6, 6)]
+    parts = [
+        rows.Part(start, stop, tuple(range(3 * n, 3 * n + -(-stop // size))), (n,), 0, write_from)
+        for n, (start, stop, write_from) in enumerate(spans)
+    ]
+    sequences, batch = step(rows, parts, size)
+    expected = rows.poisoned_store(codec, 12, size)
+    store = on_device(expected, rows)
+    real, width = sum(stop - start for start, stop, _ in spans), codec.width
+    half = exact(real, width // 2, seed=5)
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(8))
+    x = torch.cat([half, -half], 1)[:, order] + 0.25  # whose mean and squares are exact
+    wide = torch.full((batch.num_rows, width + 3), torch.nan)
+    wide[:real, :width] = x
+    weight, bias = 1 + exact(width, seed=6) / 4, exact(width, seed=7) / 2
+    q = torch.full((batch.num_rows, heads * width), torch.nan)
+    q[:real] = queries_of(codec, heads, real).to(dtype).float()
+    (cos, sin), turns = tables(batch.positions.cpu().long(), rope)
+
+    def turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        values = values.to(dtype).float()
+        tail = rotate(values[..., -rope:], cos, sin)
+        return torch.cat([values[..., :-rope], tail], -1).to(dtype).float()
+
+    queries = q.to(DEVICE) if is_asked else None
+    found = index_epilogue(
+        wide.to(DEVICE)[:, :width], weight.to(DEVICE), bias.to(DEVICE), EPS, queries, heads, *turns, dtype, store, batch
+    )
+    normed = RmsNorm(weight, EPS, centres=True).forward(x.to(dtype).float()) + bias
+    keys = codec.encode(turned(normed, cos[:real], sin[:real]))
+    kept = [(p, row) for p in sequences.pieces for row in range(p.rows.start, p.rows.stop)]
+    kept = [(p, row, p.start + row - p.first_row) for p, row in kept if p.start + row - p.first_row >= p.write_from]
+    assert len(kept) == real - 3
+    pages = torch.tensor([int(sequences.tables[p.table_row, position // size]) for p, _, position in kept])
+    picked = torch.tensor([row for _, row, _ in kept])
+    where = torch.tensor([position % size for _, _, position in kept])
+    expected.write(pages, where, tuple(part[picked] for part in keys))
+    assert same_arena(store, expected, rows)
+    assert (found is not None) == is_asked
+    if found is not None:
+        asked = codec.encode(turned(q[:real].view(real, heads, -1), cos[:real, None], sin[:real, None]).flatten(0, 1))
+        for part, wanted in zip(found, asked, strict=True):
+            assert torch.equal(part[: real * heads].cpu().nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
 @triton.jit
 def _spread(x, out, N: tl.constexpr):
     at = tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :]
@@ -300,6 +364,12 @@ def test_compiled_ahead_of_time(capability: int) -> None:
     made["queries", True] = compiled(kernels.query_epilogue, table | {"main": main, "index": index}, heads | keys, capability, 1)
     made["heads", True] = compiled(rope_kernels.query_norm_rope, table | query, heads, capability, 1)
     made["heads", False] = compiled(rope_kernels.query_norm_rope, table | query, heads | {"GROUP": 1}, capability, 1)
+    log = kernels.Fields(("*u8", "*fp32"), ("i32",) * 2)
+    asked = kernels.Queries("*bf16", "i32", log.pointers)  # type: ignore[arg-type]
+    paged = dict.fromkeys(("positions", "owners", "write_from", "table_rows", "tables"), "*i32") | {"table_width": "i32"}
+    paged |= table | {"key": kernels.Key("*fp32", "i32", "*fp32", "*fp32", log), "queries": asked}  # type: ignore[arg-type]
+    of_index = {"HEADS": 64, "D": 128, "ROPE": 64, "GROUP": 2, "W": 128, "PAGE_ROWS": 64, "FORMAT": 2, "WIDTHS": (128, 1)}
+    made["index", True] = compiled(kernels.index_epilogue, paged, of_index | {"IS_BF16": True}, capability, 1)
     for code in made.values():
         assert ".local" not in code["ptx"]
         assert "ld.global.v4.b32" in code["ptx"] and "fma.rn" not in code["ptx"]

@@ -198,6 +198,7 @@ NETWORKS: dict[str, tuple[str, dict[str, object]]] = {
     "decayed attention": ("MiniMaxConfig", COMMON | DECAYED),
     "experts with biases": ("GptOssConfig", COMMON | {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 20}),
     "latents": ("DeepseekV3Config", COMMON | LATENT),
+    "latents, an index": ("DeepseekV32Config", COMMON | LATENT | {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 100}),
     "large windows": ("MistralConfig", COMMON | {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 400}),
     "streams": ("Gemma3nTextConfig", COMMON | STREAMS),
     "windows": ("Qwen2Config", COMMON | {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}),
@@ -214,8 +215,8 @@ def test_networks_too(capability: tuple[int, int], name: str, tmp_path: Path) ->
     families = load_helper("models/families.py")
     config, values = NETWORKS[name]
     families.build(families.Recipe(config, values)).save_pretrained(tmp_path)
-    cache_format = "bf16" if name == "latents" else "fp8"
-    serving = Serving(tmp_path, capability, True, 3000, 16 if name in ("logs", "latents") else None, cache_format)
+    has_logs_alone = name in ("logs", "latents", "latents, an index")
+    serving = Serving(tmp_path, capability, True, 3000, 16 if has_logs_alone else None, "bf16" if name == "latents" else "fp8")
     with watch() as seen:
         serving.warm_up(True)
         assert seen

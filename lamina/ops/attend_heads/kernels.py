@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment,misc"
 """Triton kernels of attention with grouped keys and values; `triton.py` calls them and says what each argument is.
 
+    roots_of_heads     what queries and keys are multiplied by where one norm goes over all heads
     project_heads      rows of a projection -> queries, keys and values: norms, rotation, stored in log or ring
     attend_split       decode: one query, some heads of a group, a range of tiles    -> sums, peak, unnormalised output
     combine            decode: the ranges of a query under one softmax
@@ -58,9 +59,37 @@ def _gain(gain, column, is_own, found):
     return found
 
 
+@triton.jit
+def _root_of(x, bias, eps, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, IS_BF16: tl.constexpr):
+    """1 over the root mean square of WIDTH values, D of them together at every multiple of STEP."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = _value(x, bias, at // D * STEP + at % D, at < WIDTH, IS_BF16)
+        total += value * value
+    return inverse_root(tl.sum(total, 0), eps, WIDTH)
+
+
+@triton.jit
+def roots_of_heads(
+    x, x_stride, bias, roots, q_eps, k_eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, IS_BF16: tl.constexpr, HAS_GATES: tl.constexpr,
+):  # fmt: skip
+    """roots[row, 0] of all queries by program (row, 0), roots[row, 1] of all keys by (row, 1)."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    STEP: tl.constexpr = 2 * D if HAS_GATES else D
+    if tl.program_id(1) == 0:
+        tl.store(roots + row * 2, _root_of(x, bias, q_eps, D, HEADS * D, BLOCK, STEP, IS_BF16))
+    else:
+        if bias is not None:
+            bias += HEADS * STEP
+        tl.store(roots + row * 2 + 1, _root_of(x + HEADS * STEP, bias, k_eps, D, KV * D, BLOCK, D, IS_BF16))
+
+
 @triton.jit(do_not_specialize=["slot_column"])
 def project_heads(
-    x, x_stride, bias, q_gain, k_gain, cos, sin, warmth, queries, own_k, own_v, kept_k, kept_v, k_page, v_page,
+    x, x_stride, bias, q_gain, k_gain, cos, sin, warmth, roots, queries, own_k, own_v, kept_k, kept_v, k_page, v_page,
     positions, owners, write_from, table_rows, tables, table_width, slots, slot_stride, slot_column, q_eps, k_eps, v_eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr,
     IS_PAIRS: tl.constexpr, NORMS_Q: tl.constexpr, NORMS_K: tl.constexpr, NORMS_V: tl.constexpr, NORMS_AFTER: tl.constexpr,
@@ -68,7 +97,7 @@ def project_heads(
 ):  # fmt: skip
     """GROUP heads of one row. The first ROPE dims of queries and keys turn, in pairs (2i, 2i + 1) or (i, i + ROPE / 2).
 
-    HAS_GATES: a gate lies behind each query.
+    HAS_GATES: a gate lies behind each query.   roots  [T, 2], of norms over all heads, whose gains are of all heads too.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
@@ -99,19 +128,21 @@ def project_heads(
     if NORMS:
         is_normed = (is_q & NORMS_Q) | (is_k & NORMS_K) | (is_v & NORMS_V)
         eps = tl.where(is_q, q_eps, tl.where(is_k, k_eps, v_eps))
-        gain = _gain(
-            k_gain, column, is_k & (column < D), _gain(q_gain, column, is_q & (column < D), tl.full((GROUP, W), 1, tl.float32))
-        )
+        q_first, k_first = head * 0, head * 0
+        if roots is not None:
+            q_first, k_first = head * D, (head - HEADS) * D
+        gain = tl.full((GROUP, W), 1, tl.float32)
+        gain = _gain(q_gain, q_first + column, is_q & (column < D), gain)
+        gain = _gain(k_gain, k_first + column, is_k & (column < D), gain)
         if not NORMS_AFTER:
             inverse = inverse_root(tl.sum(value * value, 1)[:, None], eps, D)
+            if roots is not None:
+                inverse = tl.where(is_v, inverse, tl.load(roots + row * 2 + is_k.to(tl.int32)))
             value = tl.where(is_normed, rounded(value * inverse * gain, IS_BF16), value)
             if ROPE:
-                other_gain = _gain(
-                    k_gain,
-                    partner,
-                    is_k & (column < D),
-                    _gain(q_gain, partner, is_q & (column < D), tl.full((GROUP, W), 1, tl.float32)),
-                )
+                other_gain = tl.full((GROUP, W), 1, tl.float32)
+                other_gain = _gain(q_gain, q_first + partner, is_q & (column < D), other_gain)
+                other_gain = _gain(k_gain, k_first + partner, is_k & (column < D), other_gain)
                 other = tl.where(is_normed, rounded(other * inverse * other_gain, IS_BF16), other)
     if ROPE:
         value = tl.where(is_turned & (is_v == 0), rounded(value * c + other * s, IS_BF16), value)
@@ -348,14 +379,19 @@ def attend_split(
 def combine(
     partial, peaks, sums, positions, owners, valid_from, sinks, out, grid_splits,
     HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr, WINDOW: tl.constexpr, RESET: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr, WINDOW: tl.constexpr, RESET: tl.constexpr, MOST: tl.constexpr = 0,
 ):  # fmt: skip
-    """A head of a query. `grid_splits` follows from the step, SPLIT_ROWS (a power of two), and so the order of sums, does not."""
+    """A head of a query. `grid_splits` follows from the step, SPLIT_ROWS (a power of two), and so the order of sums, does not.
+
+    MOST  a query attends to so many rows at most, 0: to all that it sees.
+    """
     t = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     owner = tl.load(owners + t).to(tl.int64)
     is_real = owner >= 0
     position = tl.load(positions + t)
+    if MOST:
+        position = tl.minimum(position, MOST - 1)
     oldest = tl.load(valid_from + tl.maximum(owner, 0))
     first, stop, each = _range(position, _low(position, oldest, WINDOW, RESET), SPLITS, LEAST_TILES, TILE)
     split = tl.arange(0, SPLIT_ROWS)

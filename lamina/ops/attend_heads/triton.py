@@ -90,7 +90,7 @@ def project_heads(
     x: Tensor, bias: Tensor | None, case: HeadsCase, past: Past, rows: Rows, dtype: torch.dtype,
     turns: tuple[Tensor, Tensor] | None, is_pairs: bool, q_norm: tuple[Tensor | None, float] | None = None,
     k_norm: tuple[Tensor | None, float] | None = None, v_norm_eps: float = 0.0, norms_after: bool = False,
-    warmth: Tensor | None = None, has_gates: bool = False,
+    warmth: Tensor | None = None, has_gates: bool = False, norms_all: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Queries [T, H, d] in `dtype`, and the step's rows as stored, one tensor [T, K * d] a field; of a log's store none.
 
@@ -98,6 +98,7 @@ def project_heads(
     turns   cos, sin [T, r / 2] fp32: the first r dims of queries and keys turn, as pairs (2i, 2i + 1) if `is_pairs`, else
             (i, i + r / 2).
     q_norm, k_norm  (weight [d] fp32 or None, eps) of each head, before the rotation, or after it.   v_norm_eps  0: none.
+    norms_all  one norm of all queries and one of all keys, weights [H * d] and [K * d]; before the rotation.
     warmth  [T] fp32 that multiplies queries at last.   has_gates  x and bias have each head's gate [d] behind its query.
     A log's rows are stored from `write_from` on, a large window's where a block is there for them. Where every request has one
     row, a ring's are stored too: what they overwrite is out of every window.
@@ -116,10 +117,19 @@ def project_heads(
         place = kernels.WINDOW_PAGES.value
     tables = _tables(store, rows)
     (kept_k, kept_v), (own_k, own_v) = store.views, own or store.views
+    roots = None
+    if norms_all and num:
+        assert not norms_after
+        roots = torch.empty(num, 2, dtype=torch.float32, device=x.device)
+        kernels.roots_of_heads[(num, 2 if kv_heads else 1)](
+            x, x.stride(0), bias, roots, q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0,
+            HEADS=heads, KV=kv_heads, D=dim, BLOCK=min(1024, triton.next_power_of_2(heads * dim)),
+            IS_BF16=dtype == torch.bfloat16, HAS_GATES=has_gates, enable_fp_fusion=False,
+        )  # fmt: skip
     if num:
         kernels.project_heads[(num, triton.cdiv(heads + 2 * kv_heads, group))](
             x, x.stride(0), bias, q_norm[0] if q_norm else None, k_norm[0] if k_norm else None, *(turns or (None, None)), warmth,
-            queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners,
+            roots, queries, own_k, own_v, kept_k, kept_v, kept_k.stride(0), kept_v.stride(0), rows.positions, rows.owners,
             rows.write_from, rows.table_rows, tables, tables.shape[1], rows.slots, rows.slots.shape[1],
             store.place.column, q_norm[1] if q_norm else 0.0, k_norm[1] if k_norm else 0.0, v_norm_eps,
             HEADS=heads, KV=kv_heads, D=dim, W=wide, GROUP=group, ROPE=2 * turns[0].shape[1] if turns else 0, IS_PAIRS=is_pairs,

@@ -4,18 +4,21 @@
     project_latent     a projection's rows -> latents, normed, and rotated keys in the log; queries, of which the last dims turn
     attend_split       decode: one query, some heads, a range of tiles    -> sums, peak, unnormalised output
     attend_tiles       prefill: QUERIES queries of one request, some heads
+    attend_listed      prefill of rows that are listed for each query: one query, some heads
 
-A row of the log is R dims of a latent, which are key and value, and P rotated ones, which belong to the key alone. As in
+A row of the log is R dims of a latent, which are key and value, and P rotated ones, which belong to the key alone; or, if latents
+are codes (uint8), rows of `scales` and `turns` have a power of two for every 128 of the R dims, and the P rotated ones. As in
 `attend_heads`: tiles of TILE positions begin at multiples of TILE; instead of a position that no query of a program sees the last
 one is read that some query sees, with weight 0; scores are kept in units of log 2; rows of matrices are queries x heads, heads
-fastest. `attend_heads.combine` puts the ranges of a decode together.
+fastest. `attend_heads.combine` puts the ranges of a decode together. Where rows are listed, what is said of positions is said of
+places in the list.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from lamina.ops.attend_heads.kernels import _LOWEST, _loaded, _operand, _range, _tile_of, _value
-from lamina.ops.quantise.kernels import round_bf16, rounded
+from lamina.ops.quantise.kernels import power, quantise_e4m3, round_bf16, rounded
 from lamina.ops.rope_norm.kernels import INTERPRETED, inverse_root, store_as
 
 # Queries and latents --------------------------------------------------------------------------------------------------
@@ -40,7 +43,8 @@ def _turned(x, bias, at, cos, sin, column, inside, P: tl.constexpr, IS_PAIRS: tl
 
 @triton.jit
 def _keep_latent(
-    row, x, bias, gain, cos, sin, kept, k_page, positions, owners, write_from, table_rows, tables, table_width, eps,
+    row, x, bias, gain, cos, sin, kept, scales, turns, k_page, s_page, t_page, positions, owners, write_from, table_rows, tables,
+    table_width, eps,
     R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, IS_PAIRS: tl.constexpr, PAGE_ROWS: tl.constexpr,
     IS_BF16: tl.constexpr,
 ):  # fmt: skip
@@ -52,15 +56,26 @@ def _keep_latent(
     is_kept = is_kept & (position >= tl.load(write_from + owner))
     at = tl.load(table_rows + owner).to(tl.int64) * table_width + position // PAGE_ROWS
     page = tl.load(tables + at, mask=is_kept, other=0).to(tl.int64)
-    kept += page * k_page + (position % PAGE_ROWS).to(tl.int64) * (R + P)
+    at = (position % PAGE_ROWS).to(tl.int64)
     column = tl.arange(0, WR)
     value = _value(x, bias, column, column < R, IS_BF16)
     inverse = inverse_root(tl.sum(value * value, 0), eps, R)
     value = rounded(value * inverse * tl.load(gain + column, mask=column < R, other=0.0), IS_BF16)
-    store_as(kept + column, value, (column < R) & is_kept)
+    if kept.dtype.element_ty == tl.uint8:
+        BLOCK: tl.constexpr = 128 if WR > 128 else WR
+        COUNT: tl.constexpr = (R + 127) // 128
+        code, byte = quantise_e4m3(value.reshape(WR // BLOCK, BLOCK), 1)
+        tl.store(kept + page * k_page + at * R + column, code.reshape(WR), mask=(column < R) & is_kept)
+        block = tl.arange(0, WR // BLOCK)
+        tl.store(scales + page * s_page + at * COUNT + block, power(byte), mask=(block < COUNT) & is_kept)
+        turns += page * t_page + at * P
+    else:
+        kept += page * k_page + at * (R + P)
+        store_as(kept + column, value, (column < R) & is_kept)
+        turns = kept + R
     rotary = tl.arange(0, WP)
     key = _turned(x, bias, R, cos, sin, rotary, rotary < P, P, IS_PAIRS, IS_BF16)
-    store_as(kept + R + rotary, key, (rotary < P) & is_kept)
+    store_as(turns + rotary, key, (rotary < P) & is_kept)
 
 
 @triton.jit
@@ -82,8 +97,8 @@ def _split_queries(
 
 @triton.jit
 def project_latent(
-    q, q_stride, q_bias, latent, latent_stride, latent_bias, gain, cos, sin, plain, turned, kept, k_page, positions, owners,
-    write_from, table_rows, tables, table_width, eps,
+    q, q_stride, q_bias, latent, latent_stride, latent_bias, gain, cos, sin, plain, turned, kept, scales, turns, k_page, s_page,
+    t_page, positions, owners, write_from, table_rows, tables, table_width, eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, WN: tl.constexpr, R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr,
     WP: tl.constexpr, GROUP: tl.constexpr, IS_PAIRS: tl.constexpr, PAGE_ROWS: tl.constexpr, IS_BF16: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +108,8 @@ def project_latent(
     sin += row * (P // 2)
     if tl.program_id(1) == 0:
         _keep_latent(
-            row, latent + row * latent_stride, latent_bias, gain, cos, sin, kept, k_page, positions, owners, write_from,
-            table_rows, tables, table_width, eps, R, WR, P, WP, IS_PAIRS, PAGE_ROWS, IS_BF16,
+            row, latent + row * latent_stride, latent_bias, gain, cos, sin, kept, scales, turns, k_page, s_page, t_page,
+            positions, owners, write_from, table_rows, tables, table_width, eps, R, WR, P, WP, IS_PAIRS, PAGE_ROWS, IS_BF16,
         )  # fmt: skip
     else:
         head = (tl.program_id(1) - 1) * GROUP + tl.arange(0, GROUP)[:, None]
@@ -107,14 +122,46 @@ def project_latent(
 
 
 @triton.jit
+def _read(
+    kept, scales, turns, k_page, s_page, t_page, page, row,
+    R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """(latents [rows, WR], rotated dims [rows, WP]) of rows of pages, as products take them."""
+    if kept.dtype.element_ty == tl.uint8:
+        BLOCK: tl.constexpr = 128 if WR > 128 else WR
+        BLOCKS: tl.constexpr = WR // BLOCK
+        COUNT: tl.constexpr = (R + 127) // 128
+        latent = _loaded(kept + page * k_page + row * R, R, WR, EXACT)
+        block = tl.arange(0, BLOCKS)[None, :]
+        at = (scales + page * s_page + row * COUNT)[:, None] + block
+        if BLOCKS == COUNT:
+            scale = tl.load(at)
+        else:
+            scale = tl.load(at, mask=block < COUNT, other=1.0)
+        if BLOCKS == 1:
+            latent = latent * scale.to(latent.dtype)
+        else:
+            rows: tl.constexpr = latent.shape[0]
+            latent = latent.reshape(rows, BLOCKS, BLOCK) * scale.to(latent.dtype)[:, :, None]  # exact: powers of two
+            latent = latent.reshape(rows, WR)
+        key = _loaded(turns + page * t_page + row * P, P, WP, EXACT)
+    else:
+        at = kept + page * k_page + row * (R + P)
+        latent = _loaded(at, R, WR, EXACT)
+        key = _loaded(at + R, P, WP, EXACT)
+    return latent, key
+
+
+@triton.jit
 def _walk(
-    query, turned, position, first, stop, most, kept, k_page, table, factor,
+    query, turned, position, first, stop, most, kept, scales, turns, k_page, s_page, t_page, table, factor,
     R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    EXACT: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of the rows of `query` [M, WR] and `turned` [M, WP] over tiles [first, stop): peak, sums and output.
 
     position  [M]: row m sees [0, position].   most  the last that some row sees.
+    table  the pages of a request's blocks; LISTED: page * PAGE_ROWS + row in the page of each row that is seen.
     """
     M: tl.constexpr = query.shape[0]
     peak = tl.full((M,), _LOWEST, tl.float32)
@@ -123,10 +170,12 @@ def _walk(
     for tile in tl.range(first, stop, num_stages=STAGES):
         column = tile * TILE + tl.arange(0, TILE)
         at = tl.minimum(column, most)
-        page = tl.load(table + at // PAGE_ROWS).to(tl.int64)
-        rows = kept + page * k_page + (at % PAGE_ROWS) * (R + P)
-        latent = _loaded(rows, R, WR, EXACT)
-        key = _loaded(rows + R, P, WP, EXACT)
+        if LISTED:
+            at = tl.load(table + at)
+            page = (at // PAGE_ROWS).to(tl.int64)
+        else:
+            page = tl.load(table + at // PAGE_ROWS).to(tl.int64)
+        latent, key = _read(kept, scales, turns, k_page, s_page, t_page, page, at % PAGE_ROWS, R, WR, P, WP, EXACT)
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
         score = tl.dot(turned, tl.trans(key), score, input_precision="ieee") * factor
         score = tl.where(column[None, :] <= position[:, None], score, -float("inf"))
@@ -143,24 +192,30 @@ def _walk(
 
 @triton.jit
 def attend_split(
-    q, q_turned, kept, k_page, positions, owners, table_rows, tables, table_width, partial, peaks, sums, factor,
+    q, q_turned, kept, scales, turns, k_page, s_page, t_page, positions, owners, table_rows, tables, table_width, places,
+    partial, peaks, sums, factor,
     HEADS: tl.constexpr, R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, PAGE_ROWS: tl.constexpr, EXACT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (query x part of the heads, split)."""
+    """Program (query x part of the heads, split). TOP_K: the most rows that are listed for a query, 0: it sees all."""
     PARTS: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     t = (tl.program_id(0) // PARTS).to(tl.int64)
     owner = tl.load(owners + t).to(tl.int64)
     if owner < 0:
         return
     position = tl.load(positions + t)
+    if TOP_K:
+        position = tl.minimum(position, TOP_K - 1)
     first, stop, each = _range(position, position * 0, SPLITS, LEAST_TILES, TILE)
     first += tl.program_id(1) * each
     if first >= stop:
         return
     stop = tl.minimum(stop, first + each)
-    table = tables + tl.load(table_rows + owner).to(tl.int64) * table_width
+    if TOP_K:
+        table = places + t * TOP_K
+    else:
+        table = tables + tl.load(table_rows + owner).to(tl.int64) * table_width
     head = tl.program_id(0) % PARTS * HEAD_TILE + tl.arange(0, HEAD_TILE)
     is_head = head < HEADS
     column = tl.arange(0, WR)[None, :]
@@ -171,7 +226,8 @@ def attend_split(
     turned = _operand(tl.load(q_turned + at * P + rotary, mask=is_head[:, None] & (rotary < P), other=0.0), EXACT)
     seen = tl.zeros((HEAD_TILE,), tl.int32) + position
     peak, total, out = _walk(
-        query, turned, seen, first, stop, position, kept, k_page, table, factor, R, WR, P, WP, TILE, PAGE_ROWS, EXACT, STAGES
+        query, turned, seen, first, stop, position, kept, scales, turns, k_page, s_page, t_page, table, factor, R, WR, P, WP,
+        TILE, PAGE_ROWS, EXACT, STAGES, TOP_K > 0,
     )  # fmt: skip
     base = (t * tl.num_programs(1) + tl.program_id(1)) * HEADS + head
     tl.store(peaks + base, peak, mask=is_head)
@@ -181,8 +237,8 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def attend_tiles(
-    q, q_turned, kept, k_page, owners, starts, stops, first_rows, table_rows, tables, table_width, out, factor, num_rows,
-    num_requests,
+    q, q_turned, kept, scales, turns, k_page, s_page, t_page, owners, starts, stops, first_rows, table_rows, tables, table_width,
+    out, factor, num_rows, num_requests,
     HEADS: tl.constexpr, R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, HEAD_TILE: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +272,34 @@ def attend_tiles(
     query = _operand(tl.load(q + at * R + column, mask=is_live & (column < R), other=0.0), EXACT)
     turned = _operand(tl.load(q_turned + at * P + rotary, mask=is_live & (rotary < P), other=0.0), EXACT)
     _, total, found = _walk(
-        query, turned, position, 0, last // TILE + 1, last, kept, k_page, table, factor, R, WR, P, WP, TILE, PAGE_ROWS, EXACT,
-        STAGES,
+        query, turned, position, 0, last // TILE + 1, last, kept, scales, turns, k_page, s_page, t_page, table, factor, R, WR, P,
+        WP, TILE, PAGE_ROWS, EXACT, STAGES, False,
     )  # fmt: skip
     store_as(out + at * R + column, found / tl.maximum(total, 1e-30)[:, None], is_live & (column < R))
+
+
+@triton.jit
+def attend_listed(
+    q, q_turned, kept, scales, turns, k_page, s_page, t_page, positions, owners, places, out, factor,
+    HEADS: tl.constexpr, R: tl.constexpr, WR: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, HEAD_TILE: tl.constexpr,
+    TILE: tl.constexpr, PAGE_ROWS: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Program (query, part of the heads) over the rows that are listed for the query. Rows of padding become zeros."""
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    column = tl.arange(0, WR)[None, :]
+    rotary = tl.arange(0, WP)[None, :]
+    is_head = (head < HEADS)[:, None]
+    at = t * HEADS + head[:, None]
+    if tl.load(owners + t) < 0:
+        store_as(out + at * R + column, tl.zeros((HEAD_TILE, WR), tl.float32), is_head & (column < R))
+        return
+    last = tl.minimum(tl.load(positions + t), TOP_K - 1)
+    query = _operand(tl.load(q + at * R + column, mask=is_head & (column < R), other=0.0), EXACT)
+    turned = _operand(tl.load(q_turned + at * P + rotary, mask=is_head & (rotary < P), other=0.0), EXACT)
+    seen = tl.zeros((HEAD_TILE,), tl.int32) + last
+    _, total, found = _walk(
+        query, turned, seen, 0, last // TILE + 1, last, kept, scales, turns, k_page, s_page, t_page, places + t * TOP_K, factor,
+        R, WR, P, WP, TILE, PAGE_ROWS, EXACT, STAGES, True,
+    )  # fmt: skip
+    store_as(out + at * R + column, found / total[:, None], is_head & (column < R))

@@ -177,7 +177,7 @@ def _scale_byte(blocks: Tensor, floor: float, limit_exponent: int, limit_fractio
     limit = (1 + limit_fraction / 2^23) * 2^limit_exponent. Read off the bits of amax: a rounded log2 errs next to powers of two.
     """
     amax = blocks.abs().amax(dim=-1).clamp_min(floor)
-    bits = amax.view(torch.int32)
+    bits = amax.view(torch.int32) & 0x7FFFFFFF  # the largest of many may be a NaN with a sign
     exponent = bits >> 23
     byte = exponent - limit_exponent + ((bits & 0x7FFFFF) > limit_fraction)
     return torch.where(exponent == 255, 255, byte)

@@ -54,6 +54,16 @@ class Entry(NamedTuple):
     ring: Fields
 
 
+class Key(NamedTuple):
+    """The index key of a row: input and its row stride, the layer norm's weight and bias, the log that it goes to."""
+
+    x: object
+    stride: int
+    weight: object
+    bias: object
+    log: Fields
+
+
 class Queries(NamedTuple):
     """Heads of a projection: input and its row stride; what is written, one field of values or a codec's fields."""
 
@@ -220,15 +230,15 @@ def project_epilogue(
 def index_heads(
     queries, cos, sin, row, first,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    FORMAT: tl.constexpr, WIDTHS: tl.constexpr,
+    FORMAT: tl.constexpr, WIDTHS: tl.constexpr, IS_BF16: tl.constexpr = False,
 ):  # fmt: skip
-    """GROUP heads of one row from head `first` on: rotation, Hadamard, encoded."""
+    """GROUP heads of one row from head `first` on: rotation, rounded if IS_BF16, Hadamard, encoded."""
     head = first + tl.arange(0, GROUP)
     column = tl.arange(0, W)
     live = head < HEADS
     x = queries.x + row * queries.stride + head[:, None] * D + column[None, :]
     x = tl.load(x, mask=live[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
-    x = rotated(x, turns(cos + row * (ROPE // 2), sin + row * (ROPE // 2), D, ROPE, W), D, ROPE)
+    x = rounded(rotated(x, turns(cos + row * (ROPE // 2), sin + row * (ROPE // 2), D, ROPE, W), D, ROPE), IS_BF16)
     put(spread(x, FORMAT), step_rows(queries.out, row * HEADS + head, WIDTHS), live, D, ROPE, FORMAT)
 
 
@@ -261,6 +271,49 @@ def query_epilogue(
     else:
         first = (tile - MAIN) * INDEX_GROUP
         index_heads(index, cos, sin, row, first, INDEX_HEADS, INDEX_D, ROPE, INDEX_GROUP, INDEX_W, FORMAT, WIDTHS)
+
+
+@triton.jit
+def _keep_key(
+    key, cos, sin, positions, owners, write_from, table_rows, tables, table_width, row, eps,
+    D: tl.constexpr, ROPE: tl.constexpr, W: tl.constexpr, PAGE_ROWS: tl.constexpr, FORMAT: tl.constexpr, WIDTHS: tl.constexpr,
+    IS_BF16: tl.constexpr,
+):  # fmt: skip
+    """One row's index key, from a layer norm to the log."""
+    one = tl.zeros((1,), tl.int64)
+    owner = tl.load(owners + row + one)
+    position = tl.load(positions + row + one)
+    is_kept = owner >= 0
+    owner = tl.maximum(owner, 0).to(tl.int64)
+    is_kept = is_kept & (position >= tl.load(write_from + owner))
+    at = tl.load(table_rows + owner).to(tl.int64) * table_width + position // PAGE_ROWS
+    page = tl.load(tables + at, mask=is_kept, other=0).to(tl.int64)
+    column = tl.arange(0, W)[None, :]
+    inside = column < D
+    x = rounded(tl.load(key.x + row * key.stride + column, mask=inside, other=0.0).to(tl.float32), IS_BF16)
+    x = tl.where(inside, x - (tl.sum(x, 1) * (1.0 / D))[:, None], 0.0)
+    x = normed(x, eps, D) * tl.load(key.weight + column, mask=inside, other=0.0)
+    x = rounded(x + tl.load(key.bias + column, mask=inside, other=0.0), IS_BF16)
+    x = rounded(rotated(x, turns(cos + row * (ROPE // 2), sin + row * (ROPE // 2), D, ROPE, W), D, ROPE), IS_BF16)
+    put(spread(x, FORMAT), rows_at(key.log, page, (position % PAGE_ROWS).to(tl.int64), WIDTHS), is_kept, D, ROPE, FORMAT)
+
+
+@triton.jit
+def index_epilogue(
+    key, queries, cos, sin, positions, owners, write_from, table_rows, tables, table_width, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, WIDTHS: tl.constexpr, IS_BF16: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0): its key, into the log; (row, 1 + n): the n-th GROUP heads of its queries."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _keep_key(
+            key, cos, sin, positions, owners, write_from, table_rows, tables, table_width, row, eps,
+            D, ROPE, W, PAGE_ROWS, FORMAT, WIDTHS, IS_BF16,
+        )  # fmt: skip
+    else:
+        first = (tl.program_id(1) - 1) * GROUP
+        index_heads(queries, cos, sin, row, first, HEADS, D, ROPE, GROUP, W, FORMAT, WIDTHS, IS_BF16)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
     keep_hidden(hidden, store, rows)                            the last hidden vector of each request to its slot
     encode_queries(q, cos, sin, heads, codec)                   an index's queries as its keys are stored
     project_epilogue(...), query_epilogue(...)                  what follows a projection, in one launch each
+    index_epilogue(...)                                         the same of an index of all tokens: keys to their log, queries
     refuses(machine, case)                                      why this machine or these shapes are not served, or None
 
 One launch each. What is written to the arena is not counted in `Store.bytes_written`: only the device knows which rows are real.
@@ -168,6 +169,31 @@ def query_epilogue(
         ROPE=2 * cos.shape[1], FORMAT=layout.format, WIDTHS=layout.widths, num_warps=QUERY_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out, fields
+
+
+def index_epilogue(
+    keys: Tensor, weight: Tensor, bias: Tensor, eps: float, queries: Tensor | None, heads: int, cos: Tensor, sin: Tensor,
+    dtype: torch.dtype, store: Store, rows: Rows,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Keeps the step's index keys, from `write_from` on; the queries encoded as these are, [T * Hi, w] a field, if there are any.
+
+    keys     [T, di] as projected, columns of a wider matrix too; weight, bias [di] fp32 of their layer norm.
+    queries  [T, Hi * di] rounded to `dtype`.   cos, sin  [T, r / 2]; the last r dims of a key and of a head turn.
+    """
+    codec, num = store.codec, keys.shape[0]
+    layout = layout_of(codec)
+    out = store.views if queries is None else empty_rows(codec, num * heads, keys.device)
+    asked = keys if queries is None else queries
+    group, width = query_tile(num, codec.width, 256)
+    if num:
+        kernels.index_epilogue[(num, 1 if queries is None else 1 + triton.cdiv(heads, group))](
+            kernels.Key(keys, keys.stride(0), weight, bias, fields_of(store)), kernels.Queries(asked, asked.stride(0), out),
+            cos, sin, rows.positions, rows.owners, rows.write_from, rows.table_rows, rows.tables, rows.tables.shape[1], eps,
+            HEADS=heads, D=codec.width, ROPE=2 * cos.shape[1], GROUP=group, W=width, PAGE_ROWS=store.rows_per_page,
+            FORMAT=layout.format, WIDTHS=layout.widths, IS_BF16=dtype == torch.bfloat16, num_warps=QUERY_WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return None if queries is None else out
 
 
 def _entry_constants(window: Store, cos: Tensor, dtype: torch.dtype, rows: Rows) -> dict[str, object]:
