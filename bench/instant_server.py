@@ -11,7 +11,8 @@ from lamina.base.config import EngineConfig
 from lamina.engine.client import EngineClient
 from lamina.engine.text import load_codec
 from lamina.engine.wire import Ready
-from lamina.server.run import find_chat_format, listen, serve
+from lamina.models.chats import find_chat_format
+from lamina.server.run import listen, serve
 from lamina.server.settings import ServerSettings
 from lamina.server.state import ServerState
 

@@ -192,11 +192,12 @@ class Desk:
         self._tally.admitted(next(request for request in live.group.requests if request.id == number))
 
     def take(self) -> list[Output]:
-        """What is new for the server."""
+        """What is new for the server: plain tokens of an output since the last time are one."""
         engine = self._engine
         news, engine.news = engine.news, []
         now = time.monotonic()
         outputs, self._outputs = self._outputs, []
+        plain: dict[int, tuple[str, int, list[int]]] = {}
         for item in news:
             request = item.request
             live = self._owners[request.id]
@@ -205,9 +206,17 @@ class Desk:
                 self._times[request.id].first = now
             if item.finish is None and item.logprobs is None:
                 assert item.token is not None
-                outputs.append(Output(live.submit.id, request.child, (item.token,)))
-            else:
-                outputs.append(self._output(live, item, now))
+                before = plain.get(request.id)
+                if before is None:
+                    plain[request.id] = (live.submit.id, request.child, [item.token])
+                else:
+                    before[2].append(item.token)
+                continue
+            before = plain.pop(request.id, None)
+            if before is not None:
+                outputs.append(Output(before[0], before[1], tuple(before[2])))
+            outputs.append(self._output(live, item, now))
+        outputs += [Output(id, child, tuple(tokens)) for id, child, tokens in plain.values()]
         return outputs
 
     def _output(self, live: _Live, item: News, now: float) -> Output:

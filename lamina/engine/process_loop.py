@@ -17,6 +17,8 @@ from lamina.engine.wire import CacheChange, CacheQuery, Cancel, Command, Fatal, 
 
 _LOG = get_logger(__name__)
 _STATS_S = 0.25
+_STATS_SOON_S = 0.02  # where work begins or ends
+_NEWS_S = 0.001  # what steps that take less have drawn is sent together: a message costs more than such a step
 _MOST_COMMANDS = 256  # of one round, so that steps go on whatever comes
 _MOST_ROWS = 128
 _MOST_FAILURES = 3
@@ -50,7 +52,7 @@ class Loop:
         self._is_shut = False
         self._had_work = False
         self._failures = 0
-        self._next_stats = 0.0
+        self._told_news = self._told_stats = 0.0
 
     def run(self) -> int:
         """The exit code: 0 after Shutdown or SIGTERM, 1 if steps fail again and again."""
@@ -67,6 +69,7 @@ class Loop:
                 self._step()
             self._tell()
             if self._failures >= _MOST_FAILURES:
+                self._tell_news(time.monotonic())
                 self._link.send(Fatal(f"{self._failures} steps failed one after the other"))
                 return 1
             if not self._engine.has_work:
@@ -87,21 +90,31 @@ class Loop:
             self._failures = 0
 
     def _tell(self) -> None:
-        """Sends the news, and counters when it is time or work begins or ends."""
-        outputs = self._desk.take()
-        if outputs:
-            self._link.send(Outputs(tuple(outputs)))
+        """Sends the news and the counters, each when it is time."""
         now = time.monotonic()
-        has_work = self._desk.has_requests
-        if now >= self._next_stats or has_work != self._had_work:
-            self._had_work, self._next_stats = has_work, now + _STATS_S
+        if now - self._told_news >= _NEWS_S or not self._engine.has_work:
+            self._tell_news(now)
+        if now >= self._stats_due:
+            self._had_work, self._told_stats = self._desk.has_requests, now
             self._link.send(
                 self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats())
             )
 
+    def _tell_news(self, now: float) -> None:
+        """Sends what is new of each output."""
+        outputs = self._desk.take()
+        if outputs:
+            self._told_news = now
+            self._link.send(Outputs(tuple(outputs)))
+
+    @property
+    def _stats_due(self) -> float:
+        """When counters are to be sent: sooner where work has begun or ended since."""
+        return self._told_stats + (_STATS_S if self._desk.has_requests == self._had_work else _STATS_SOON_S)
+
     def _rest(self) -> None:
         """Waits for a command, a grammar, a deadline, or the time of the next counters."""
-        until = min(self._next_stats, self._desk.next_deadline)
+        until = min(self._stats_due, self._desk.next_deadline)
         self._link.wait(max(0.0, until - time.monotonic()))
 
     def _obey(self, command: Command) -> None:

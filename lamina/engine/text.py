@@ -10,6 +10,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -342,6 +343,15 @@ BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x(?:[0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 
+@lru_cache(maxsize=1 << 16)
+def _bytes_of(token: str) -> bytes:
+    """What a token of a byte-level vocabulary stands for."""
+    try:
+        return bytes([BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
 class _ByteLevel:
     """Each character is a byte, and bytes are UTF-8 with U+FFFD for what is not; any other character makes it plain text."""
 
@@ -349,11 +359,7 @@ class _ByteLevel:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: str) -> list[str]:
-        try:
-            data = bytes([BYTE_OF[char] for char in token])
-        except KeyError:
-            data = token.encode()
-        return [self._decoder.decode(data)]
+        return [self._decoder.decode(_bytes_of(token))]
 
     def finish(self) -> list[str]:
         return [self._decoder.decode(b"", final=True)]

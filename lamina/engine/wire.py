@@ -217,7 +217,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """All news of one step."""
+    """All news of one step, or of several that took no time."""
 
     items: tuple[Output, ...]
 
