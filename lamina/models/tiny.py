@@ -29,8 +29,8 @@ CONTROL = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """What differs between the tiny models. `ratios` ends with the MTP block's entry."""
+class Shape:
+    """What differs between small models of this architecture. `ratios` ends with the MTP block's entry."""
 
     ratios: tuple[int, ...]
     hidden: int
@@ -53,15 +53,15 @@ class _Shape:
 #: flash and pro: the two shipped schedules, every matrix whole in 128x128 squares, 4.4 and 5.4 M parameters in the main model.
 #: bench: shipped entry widths in 5.4 M parameters; its low ranks give partial squares.
 SHAPES = {
-    "flash": _Shape((0, 0, 4, 128, 4, 0), 128, 4, 128, 128, 2, 128, 128, 3, 16, 1.5),
-    "pro": _Shape((128, 128, 4, 128, 4, 0), 128, 8, 128, 128, 4, 128, 128, 3, 32, 2.5),
-    "bench": _Shape((0, 4, 128, 4, 128, 0), 256, 4, 512, 32, 2, 32, 32, 3, 512, 1.5),
+    "flash": Shape((0, 0, 4, 128, 4, 0), 128, 4, 128, 128, 2, 128, 128, 3, 16, 1.5),
+    "pro": Shape((128, 128, 4, 128, 4, 0), 128, 8, 128, 128, 4, 128, 128, 3, 32, 2.5),
+    "bench": Shape((0, 4, 128, 4, 128, 0), 256, 4, 512, 32, 2, 32, 32, 3, 512, 1.5),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
-    """One official tensor: uniform around `mean` with deviation `std`, or for "tid2eid" distinct experts per row."""
+class Spec:
+    """One official tensor, stored as fp4, fp8, bf16, fp32 or tid2eid (distinct experts a row). Random: uniform around `mean`."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +74,11 @@ def tiny_config(shape: str = "flash") -> dict[str, object]:
     """The official config.json of the tiny model `shape` (flash, pro or bench). Raises ConfigError for another shape."""
     if shape not in SHAPES:
         raise ConfigError("shape", shape, f"one of {', '.join(SHAPES)}")
-    s = SHAPES[shape]
+    return config_of(SHAPES[shape])
+
+
+def config_of(s: Shape) -> dict[str, object]:
+    """The official config.json of a model of shape `s`."""
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "attention_bias": False,
@@ -167,7 +171,7 @@ def write_tiny(directory: Path, shape: str = "flash", seed: int = 0, file_format
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_files(directory: Path, shape: _Shape, config: dict[str, object], seed: int, file_format: str) -> None:
+def _write_files(directory: Path, shape: Shape, config: dict[str, object], seed: int, file_format: str) -> None:
     if file_format == "transformers":
         plain = {key: value for key, value in config.items() if key not in ("quantization_config", "expert_dtype")}
         config = plain | {"compress_ratios": list(shape.ratios[:-1]), "num_nextn_predict_layers": 0}
@@ -194,9 +198,9 @@ def _write_files(directory: Path, shape: _Shape, config: dict[str, object], seed
     )
 
 
-def _official(shape: _Shape, seed: int) -> dict[str, Tensor]:
+def _official(shape: Shape, seed: int) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for spec in _specs(shape):
+    for spec in specs(shape):
         encoded = _make(spec, seed)
         tensors[spec.name] = encoded.stored
         if encoded.scale is not None:
@@ -204,10 +208,10 @@ def _official(shape: _Shape, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _transformers(shape: _Shape, seed: int) -> dict[str, Tensor]:
+def _transformers(shape: Shape, seed: int) -> dict[str, Tensor]:
     """The main model's tensors under Transformers' names, experts fused. Every stored form's values are exact in bf16."""
     tensors: dict[str, Tensor] = {}
-    for spec in _specs(shape):
+    for spec in specs(shape):
         if not spec.name.startswith("mtp."):
             encoded = _make(spec, seed)
             is_matrix = len(spec.shape) > 1 and spec.storage in ("bf16", "fp8", "fp4")
@@ -223,9 +227,9 @@ def _transformers(shape: _Shape, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _specs(s: _Shape) -> Iterator[_Spec]:
-    """Every tensor of the official file except the scales, main model first."""
-    yield _Spec("embed.weight", (s.vocab, s.hidden), "bf16", 1.0)
+def specs(s: Shape) -> Iterator[Spec]:
+    """Every tensor of the official file of a model of shape `s`, except the scales; main model first."""
+    yield Spec("embed.weight", (s.vocab, s.hidden), "bf16", 1.0)
     for layer, ratio in enumerate(s.ratios[:-1]):
         yield from _block(s, f"layers.{layer}", ratio, layer < s.hash_layers)
     yield _norm("norm", s.hidden)
@@ -240,11 +244,11 @@ def _specs(s: _Shape) -> Iterator[_Spec]:
     yield from _mixer("mtp.0.hc_head", s.hidden, 4, 1)
 
 
-def _block(s: _Shape, prefix: str, ratio: int, is_hashed: bool) -> Iterator[_Spec]:
+def _block(s: Shape, prefix: str, ratio: int, is_hashed: bool) -> Iterator[Spec]:
     attn, ffn = f"{prefix}.attn", f"{prefix}.ffn"
     yield from _mixer(f"{prefix}.hc_attn", s.hidden, 24, 3)
     yield _norm(f"{prefix}.attn_norm", s.hidden)
-    yield _Spec(f"{attn}.attn_sink", (s.heads,), "fp32", 1.0)
+    yield Spec(f"{attn}.attn_sink", (s.heads,), "fp32", 1.0)
     yield _matrix(f"{attn}.wq_a", s.q_lora, s.hidden)
     yield _norm(f"{attn}.q_norm", s.q_lora)
     yield _matrix(f"{attn}.wq_b", s.heads * s.head_dim, s.q_lora)
@@ -262,38 +266,38 @@ def _block(s: _Shape, prefix: str, ratio: int, is_hashed: bool) -> Iterator[_Spe
     yield _norm(f"{prefix}.ffn_norm", s.hidden)
     yield _matrix(f"{ffn}.gate", s.experts, s.hidden, "bf16")
     if is_hashed:
-        yield _Spec(f"{ffn}.gate.tid2eid", (s.vocab, s.experts_per_token), "tid2eid", mean=s.experts)
+        yield Spec(f"{ffn}.gate.tid2eid", (s.vocab, s.experts_per_token), "tid2eid", mean=s.experts)
     else:
-        yield _Spec(f"{ffn}.gate.bias", (s.experts,), "fp32", 0.1)
+        yield Spec(f"{ffn}.gate.bias", (s.experts,), "fp32", 0.1)
     for expert, storage in [*((f"experts.{index}", "fp4") for index in range(s.experts)), ("shared_experts", "fp8")]:
         yield _matrix(f"{ffn}.{expert}.w1", s.expert_width, s.hidden, storage)
         yield _matrix(f"{ffn}.{expert}.w2", s.hidden, s.expert_width, storage, gain=2.0)
         yield _matrix(f"{ffn}.{expert}.w3", s.expert_width, s.hidden, storage)
 
 
-def _compressor(prefix: str, hidden: int, width: int, ratio: int) -> Iterator[_Spec]:
+def _compressor(prefix: str, hidden: int, width: int, ratio: int) -> Iterator[Spec]:
     wide = width * (2 if ratio == 4 else 1)  # ratio 4 overlaps: one half for each of two entries
-    yield _Spec(f"{prefix}.ape", (ratio, wide), "fp32", 0.5)
+    yield Spec(f"{prefix}.ape", (ratio, wide), "fp32", 0.5)
     yield _matrix(f"{prefix}.wkv", wide, hidden, "bf16")
     yield _matrix(f"{prefix}.wgate", wide, hidden, "bf16")
     yield _norm(f"{prefix}.norm", width)
 
 
-def _mixer(prefix: str, hidden: int, outputs: int, scales: int) -> Iterator[_Spec]:
-    yield _Spec(f"{prefix}_fn", (outputs, 4 * hidden), "fp32", (4 * hidden) ** -0.5)
-    yield _Spec(f"{prefix}_base", (outputs,), "fp32", 1.0)
-    yield _Spec(f"{prefix}_scale", (scales,), "fp32", 0.2, mean=1.0)
+def _mixer(prefix: str, hidden: int, outputs: int, scales: int) -> Iterator[Spec]:
+    yield Spec(f"{prefix}_fn", (outputs, 4 * hidden), "fp32", (4 * hidden) ** -0.5)
+    yield Spec(f"{prefix}_base", (outputs,), "fp32", 1.0)
+    yield Spec(f"{prefix}_scale", (scales,), "fp32", 0.2, mean=1.0)
 
 
-def _norm(name: str, width: int) -> _Spec:
-    return _Spec(f"{name}.weight", (width,), "bf16", 0.2, mean=1.0)
+def _norm(name: str, width: int) -> Spec:
+    return Spec(f"{name}.weight", (width,), "bf16", 0.2, mean=1.0)
 
 
-def _matrix(name: str, rows: int, columns: int, storage: str = "fp8", gain: float = 1.0) -> _Spec:
-    return _Spec(f"{name}.weight", (rows, columns), storage, gain * columns**-0.5)
+def _matrix(name: str, rows: int, columns: int, storage: str = "fp8", gain: float = 1.0) -> Spec:
+    return Spec(f"{name}.weight", (rows, columns), storage, gain * columns**-0.5)
 
 
-def _make(spec: _Spec, seed: int) -> Encoded:
+def _make(spec: Spec, seed: int) -> Encoded:
     """The tensor of `spec`. Uniform numbers are exact multiples of 2^-24 everywhere; normal ones differ between processors."""
     digest = hashlib.blake2b(f"{seed}/{spec.name}/{spec.shape}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,0 +1,1 @@
+"""Trains the small model that is shipped in the package: data, training, export."""
