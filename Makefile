@@ -36,8 +36,8 @@ NEEDS  := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),--needs-all)
 .PHONY: help demo demo-real test test-long test-gpu lint bench pictures clean
 
 help:
-	@echo "make demo       generate from a tiny model made on the spot, and show what every byte was for"
-	@echo "make demo-real  chat with trained weights, SmolLM2-135M from a GGUF file (PROMPT='...' asks your own)"
+	@echo "make demo       ask the model in the package about a long text, and show what every byte was for"
+	@echo "make demo-real  chat with a larger model, SmolLM2-135M from a GGUF file (PROMPT='...' asks your own)"
 	@echo "make test       lint, and every test but the long ones (minutes)"
 	@echo "make test-long  the long tests"
 	@echo "make test-gpu   what needs a GPU, with the Python, PyTorch and Triton that are there (PYTHON=...)"

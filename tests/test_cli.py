@@ -142,24 +142,45 @@ def check_table(text: str) -> None:
     assert "predicted = held: yes" in text
 
 
-def test_demo(tmp_path: Path) -> None:
-    done = run("demo", "--keep", str(tmp_path / "kept"))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    check_table(done.stdout)
-    count = re.search(r"prompt 2 of 2 \(([\d,]+) tokens\)", done.stdout)
-    assert count is not None and 1300 <= int(count.group(1).replace(",", "")) <= 1700
-    assert "weights are random" in done.stdout
-    assert (tmp_path / "kept" / "config.json").is_file()
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
+    """What `lamina demo --keep` did."""
+    kept = tmp_path_factory.mktemp("demo") / "kept"
+    done = run("demo", "--keep", str(kept))
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {path.name for path in kept.iterdir()}
+    return done
 
 
-def test_demo_fails_if_the_prediction_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("lamina.cli.demo._MAX_TOKENS", 2)
+def test_demo_shows_what_was_held_and_reused(shown: "subprocess.CompletedProcess[str]") -> None:
+    check_table(shown.stdout)
+    assert "predicted" not in shown.stderr
+    count = re.search(r"prompt 1 of 2 \(([\d,]+) tokens\)", shown.stdout)
+    reused = re.search(r"^([\d,]+) of its ([\d,]+) tokens were not computed again", shown.stdout, re.M)
+    assert count is not None and reused is not None
+    length, cached, of = (int(found.replace(",", "")) for found in (count[1], *reused.groups()))
+    assert 1300 <= length <= 1800 and 0 < of - cached < 20 and abs(of - length) < 10
+
+
+def test_demo_answers_what_the_text_says(shown: "subprocess.CompletedProcess[str]") -> None:
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.findall(r"^What is .*$", shown.stdout, re.M) == [
+        f"{question.text} {question.answer}: right" for question in demo.QUESTIONS
+    ]
+
+
+def test_demo_fails_if_a_figure_or_an_answer_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lamina.cli.demo._STORY_TOKENS", 2)
+    monkeypatch.setattr("lamina.cli.demo.document", lambda: "The code of the blue door is 17.")
     predict = lamina.engine.watch.predict
-    monkeypatch.setattr("lamina.engine.watch.predict", lambda layout, held: predict(layout, held[:-1]))
-    monkeypatch.setattr(demo, "SHORT_PROMPT", "x")
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err == "error: predicted = held: NO\n"
+    first = "error: the answer to 'What is the code of the blue door?' is '"
+    printed = capsys.readouterr()
+    assert printed.err.startswith(first) and printed.err.count("\n") == 1 and "WRONG, the text says 4821" in printed.out
+    monkeypatch.setattr("lamina.engine.watch.predict", lambda layout, held: predict(layout, held[:-1]))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err.startswith("error: predicted = held: NO; the answer to ")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +209,7 @@ ERRORS = [
     (1, ("generate", "--model", "MODEL", "--prompt", "fine", "--prompt", ""), "prompt 2='' is not valid: at least one token"),
     (1, ("generate", "--model", "MODEL", "--prompt", "much too long", "--max-model-len", "3"), "at most max_model_len=3"),
     (1, ("generate", "--model", "MODEL", "--prompt-ids", "5,99999"), "prompt 1=99999 is not valid: token ids from 0 to 1023"),
-    (1, ("generate", "--model", "MODEL"), "at least one of --prompt, --prompt-file and --prompt-ids"),
+    (1, ("generate",), "at least one of --prompt, --prompt-file and --prompt-ids"),
     (1, ("tiny", "MODEL"), "a new or an empty directory"),
     (1, ("tiny", "new", "--seed", "-1"), "seed=-1 is not valid: 0 or more"),
     (
@@ -196,11 +217,11 @@ ERRORS = [
         ("generate", "--model", "MODEL", "--prompt", "x", "--max-tokens", "many"),
         "argument --max-tokens: invalid int value: 'many'",
     ),
-    (2, ("generate", "--prompt", "x"), "the following arguments are required: --model"),
     (2, ("generate", "--model", "MODEL", "--prompt", "x", "--dtype", "fp7"), "argument --dtype: invalid choice: 'fp7'"),
     (2, ("generate", "--model", "MODEL", "--prom", "x"), "unrecognized arguments: --prom x"),
     (2, ("fly",), "invalid choice: 'fly'"),
     (2, (), "a command is needed"),
+    (1, ("demo", "--keep", "MODEL"), "a new or an empty directory"),
 ]
 
 

@@ -12,6 +12,8 @@ INDEX_FORMATS = ("fp4", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "portable")
 ACTIVATION_FORMATS = ("auto", "fp8", "bf16")
+#: the model in the package, by this name everywhere a model is asked for
+EMBEDDED = "lamina-tiny"
 _DEVICE = re.compile(r"cpu|auto|cuda(:(0|[1-9][0-9]?))?")
 #: the longer names that other engines use
 DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
@@ -21,7 +23,7 @@ DTYPE_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 class EngineConfig:
     """How a model is run. Every field is checked where it is made; sizes may be texts such as "8GiB".
 
-    model            directory of a checkpoint, or a hub id such as org/name.
+    model            directory of a checkpoint, a GGUF file, a hub id such as org/name, or lamina-tiny, the model in the package.
     dtype            what activations are rounded to: fp32, bf16, or auto (fp32 on a CPU, bf16 on a GPU).
     cache_format     how attention entries are stored: fp8 (584 B at 512 dims), bf16, fp32, or auto (fp8 for models trained with
                      it, as DeepSeek-V4; else what activations are rounded to).
@@ -46,7 +48,7 @@ class EngineConfig:
     seed             root of the seeds of requests that bring none; None: from the system.
     """
 
-    model: str
+    model: str = EMBEDDED
     dtype: str = "auto"
     cache_format: str = AUTO
     index_format: str = AUTO

@@ -20,11 +20,11 @@ Lamina: an inference engine whose memory is exact, explained and reused.
 """
 _EPILOG = """\
 Start here:
-  lamina demo                                   the whole thing on a tiny model made on the spot
-  lamina serve                                  OpenAI's API over that tiny model
-  lamina tiny tiny-model                        write that tiny model
-  lamina generate --model tiny-model --prompt "Hello" --memory
-  lamina plan tiny-model --memory 8GiB          where every byte goes, before anything is loaded
+  lamina demo                              the whole thing on lamina-tiny, the model in the package
+  lamina chat                              talk to it
+  lamina serve                             OpenAI's API over it (lamina serve DIR: over yours)
+  lamina generate --prompt "Once upon a time" --memory
+  lamina plan lamina-tiny --memory 8GiB    where every byte goes, before anything is loaded
 
 `lamina COMMAND --help` explains a command.
 Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
@@ -42,7 +42,7 @@ COMMANDS = {
     "ops": "list every operation, its implementations, and which one runs here",
     "warmup": "compile a model's kernels for this GPU before anybody waits for them",
     "tiny": "write a tiny checkpoint with random weights",
-    "demo": "make a tiny model, generate from two prompts and show what every byte was for",
+    "demo": "ask the model in the package about a long text, and show its memory",
 }
 
 

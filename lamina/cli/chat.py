@@ -12,19 +12,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from lamina.base.config import EMBEDDED
 from lamina.base.errors import ConfigError, LaminaError
 from lamina.base.sizes import format_bytes
 from lamina.cli.chat_server import OwnServer
 from lamina.cli.chat_talk import EFFORTS, Answer, Message, Settings, Talk
 from lamina.cli.formatter import make_printable
 from lamina.cli.http_client import Client, ServerError, is_address, parse_address, read_key
-from lamina.cli.options import add_common, add_engine
+from lamina.cli.options import add_common, add_engine, say_embedded
 from lamina.cli.stream import PICTURES
 
 DESCRIPTION = """\
 A chat in the terminal. With a URL it talks to that server, Lamina's or another of OpenAI's
-protocol; with a directory, or nothing (a tiny model with random weights), it starts a server of its
-own on a free port of this machine, with a key of its own, and stops it at the end.
+protocol; with a directory, or nothing (lamina-tiny, the small model in the package), it starts a
+server of its own on a free port of this machine, with a key of its own, and stops it at the end.
 
 Answers stream to stdout, thoughts dim. Ctrl-C stops an answer; at the prompt it quits, as Ctrl-D does.
 Where stdin is not a terminal each line is a message or a command, and stdout gets the answers alone,
@@ -58,7 +59,10 @@ _ENGINE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
-    parser.add_argument("where", metavar="URL|DIR", nargs="?", help="a server or a checkpoint (default: a tiny model)")
+    parser.add_argument(
+        "where", metavar="URL|DIR", nargs="?", default=EMBEDDED,
+        help="a server or a checkpoint (default: %(default)s, the small model in the package)",
+    )  # fmt: skip
     group = parser.add_argument_group("the server")
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key to give; also LAMINA_API_KEY (default: none)")
     group.add_argument("--model", metavar="NAME", help="which of the server's models (default: its first)")
@@ -83,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
     """Talks until it is told to end; 1 if stdin is no terminal and something failed."""
     make_printable(sys.stdout)
     with contextlib.ExitStack() as stack:
-        if args.where is not None and is_address(args.where):
+        if is_address(args.where):
             address, key = parse_address(args.where), read_key(args.api_key_file)
         else:
             server = stack.enter_context(OwnServer(args.where, _engine_options(args)))
+            say_embedded(args.where, args.quiet)
             if not args.quiet:
                 print("starting a server (the model loads) ...", file=sys.stderr, flush=True)
             address, key = parse_address(server.wait()), server.key

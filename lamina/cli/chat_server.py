@@ -20,10 +20,9 @@ _KEPT_LINES = 20
 class OwnServer:
     """Runs while a `with` lasts. options  arguments of `lamina serve`."""
 
-    def __init__(self, directory: str | None, options: Sequence[str]) -> None:
-        where = [] if directory is None else [directory]
+    def __init__(self, directory: str, options: Sequence[str]) -> None:
         fixed = ["--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--quiet"]
-        self._command = [sys.executable, "-m", "lamina", "serve", *where, *fixed, *options]
+        self._command = [sys.executable, "-m", "lamina", "serve", directory, *fixed, *options]
         self.key = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[str] | None = None
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)

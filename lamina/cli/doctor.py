@@ -16,7 +16,7 @@ from lamina.cli.machine import probe_machine
 from lamina.cli.options import add_common
 from lamina.engine.text import load_codec
 from lamina.models.description import Choices
-from lamina.models.files import find_checkpoint
+from lamina.models.files import find_checkpoint, model_path
 from lamina.plan.doctor import Capacity, Gpu, Machine, ModelFound, Report, TokenizerFound, diagnose
 from lamina.plan.facts import printable
 from lamina.plan.table import make_console
@@ -30,7 +30,7 @@ Exits with 0 for yes, limits or not, and with 1 for no.
 EPILOG = """\
 Examples:
   lamina doctor
-  lamina doctor tiny-model
+  lamina doctor lamina-tiny
   lamina doctor MODEL-DIR --cache-bytes 20GiB --json | python3 -m json.tool
 """
 _SHOWN, _LISTED = 12, 20
@@ -39,8 +39,8 @@ _MOST_TOKENIZER_BYTES = 1 << 28
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
-    text = "a checkpoint: config.json and *.safetensors, or a *.gguf file"
-    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=text)
+    text = "a checkpoint: config.json and *.safetensors, a *.gguf file, or lamina-tiny"
+    parser.add_argument("directory", metavar="DIR", type=model_path, nargs="?", help=text)
     group = parser.add_argument_group("what it would run with")
     text = "judge it for the cpu, for cuda, or auto: a GPU if there is one that can be used (default auto)"
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)

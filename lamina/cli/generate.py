@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from lamina.base.config import EMBEDDED
 from lamina.base.errors import ConfigError
 from lamina.cli.formatter import make_printable
 from lamina.cli.generation import Served, load, serve
@@ -14,6 +15,7 @@ from lamina.cli.options import (
     engine_config,
     read_prompts,
     sampling_params,
+    say_embedded,
 )
 from lamina.cli.report import closing_line, logprob_lines, reuse_lines, table, to_json
 
@@ -23,7 +25,7 @@ output live, the others one after the other behind it, under a heading each if t
 """
 EPILOG = """\
 Examples:
-  lamina generate --model DIR --prompt "Once upon a time" --max-tokens 64 --temperature 0
+  lamina generate --prompt "Once upon a time" --max-tokens 64 --temperature 0
   lamina generate --model DIR --prompt-file long.txt --prompt "Hello" --seed 1 --memory
   lamina generate --model DIR --prompt "Hello" --json | python3 -m json.tool
 """
@@ -33,9 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument_group("model").add_argument(
         "--model",
-        required=True,
+        default=EMBEDDED,
         metavar="DIR",
-        help="a checkpoint: config.json, *.safetensors, tokenizer.json; or a hub id org/name",
+        help="a checkpoint: config.json, *.safetensors, tokenizer.json; a GGUF file; or a hub id org/name (default: %(default)s, "
+        "the small model in the package)",
     )
     add_prompts(parser)
     add_sampling(parser)
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     params, config = sampling_params(args), engine_config(args)
     prompts = read_prompts(args.prompts)
     make_printable(sys.stdout)
+    say_embedded(args.model, args.quiet)
     engine, load_s = load(config, args.quiet)
     served = serve(
         engine, load_s, prompts, params, out=None if args.json else sys.stdout, streams=not args.no_stream, quiet=args.quiet,

@@ -43,24 +43,31 @@ def load(config: EngineConfig, quiet: bool) -> tuple[Engine, float]:
 
 
 def serve(
-    engine: Engine, load_s: float, prompts: Sequence[Prompt], params: SamplingParams, *,
+    engine: Engine, load_s: float, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams], *,
     out: TextIO | None, streams: bool, quiet: bool, counts_memory: bool, pictures: bool = False,
+    watch: Watch | None = None, keep_at: int | None = None,
 ) -> Served:  # fmt: skip
     """Serves all prompts together, and writes their texts to `out` (None: nowhere), as they come if it streams.
 
+    params   one for all, or one a prompt.   watch  of an engine that has served before: speed and memory are then of all runs.
+    keep_at  tokens of the first prompt after which the next ones will differ, see Engine.add.
     Raises ConfigError or CapacityError, before anything is computed, if any prompt cannot be served.
     """
-    for index, prompt in enumerate(prompts, start=1):
-        engine.check(prompt, params, f"prompt {index}")
-    watch = Watch(engine, counts_memory)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for index, (prompt, own) in enumerate(zip(prompts, each, strict=True), start=1):
+        engine.check(prompt, own, f"prompt {index}")
+    watch = watch or Watch(engine, counts_memory)
     start = time.perf_counter()
-    groups = [engine.add(prompt, params, index) for index, prompt in enumerate(prompts)]
+    groups = [
+        engine.add(prompt, own, index, keep_at=None if index else keep_at)
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+    ]
     writer = None if out is None else OutputStream(out, _labels(groups), pictures)
     first = 0.0
     drawn = 0
     streams = streams and writer is not None
     with _progress(quiet or streams) as progress:
-        task = progress.add_task("generating tokens", total=sum(len(group.requests) for group in groups) * params.max_tokens)
+        task = progress.add_task("generating tokens", total=sum(own.n * own.max_tokens for own in each))
         while not all(group.is_finished and not group.deltas for group in groups):
             deltas = [delta for group in groups for delta in engine.take(group)]
             drawn += sum(len(delta.token_ids) for delta in deltas)

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -16,6 +15,7 @@ from lamina.base.config import ACTIVATION_FORMATS, CACHE_FORMATS, DTYPES, INDEX_
 from lamina.base.errors import ConfigError
 from lamina.cli.formatter import make_printable
 from lamina.cli.options import add_common
+from lamina.models.files import model_path
 from lamina.models.implementations import SHIPPED, Choice, Row, implementations, machine_named, refusals, shipped_values
 from lamina.plan.source import open_source
 from lamina.plan.table import make_console
@@ -28,7 +28,7 @@ Without MODEL: the widths that are shipped. Exits with 1 if an operation has non
 EPILOG = """\
 Examples:
   lamina ops
-  lamina ops tiny-model --device cuda --capability 8.0
+  lamina ops lamina-tiny --device cuda --capability 8.0
   lamina ops MODEL-DIR --kernels portable --json | python3 -m json.tool
 """
 ON_CPU = "reference on a CPU: PyTorch, and C kernels for what they serve where there is a C compiler (LAMINA_NATIVE=0: without)"
@@ -37,7 +37,9 @@ _CAPABILITY = re.compile(r"([0-9]{1,2})\.([0-9])")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
-    parser.add_argument("model", metavar="MODEL", type=Path, nargs="?", help="a config.json, or a directory with one")
+    parser.add_argument(
+        "model", metavar="MODEL", type=model_path, nargs="?", help="a config.json, a directory with one, or lamina-tiny"
+    )
     group = parser.add_argument_group("the machine")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto: a GPU if there is one")
     group.add_argument("--capability", metavar="X.Y", help="a GPU of this compute capability instead of one that is here")
@@ -67,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
         values, name = dict(source.values), source.name
     device, capability = _device(args.device, args.capability)
     machine = machine_named(device, capability)
-    choice = Choice(
-        args.dtype, args.cache_format, args.index_format, args.activation_format, args.kernels, args.max_model_len
-    )
+    choice = Choice(args.dtype, args.cache_format, args.index_format, args.activation_format, args.kernels, args.max_model_len)
     rows = implementations(values, machine, choice)
     problems = refusals(rows)
     make_printable(sys.stdout)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from lamina import SamplingParams
 from lamina.base.config import ACTIVATION_FORMATS, AUTO, CACHE_FORMATS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
 from lamina.base.errors import ConfigError
+from lamina.models.files import about_embedded, is_embedded, model_path
 
 Prompt: TypeAlias = str | list[int]
 _MAX_TOKENS = 128
@@ -220,6 +221,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         activation_format=args.activation_format,
         warmup=not args.no_warmup,
     )
+
+
+def say_embedded(model: str, quiet: bool) -> None:
+    """One line on stderr about the model in the package, if it is the one."""
+    if is_embedded(model_path(model)) and not quiet:
+        print(about_embedded(), file=sys.stderr, flush=True)
 
 
 def read_prompts(given: Sequence[GivenPrompt]) -> list[Prompt]:

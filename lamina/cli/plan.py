@@ -16,6 +16,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.sizes import MiB, parse_bytes
 from lamina.cli.formatter import make_printable
 from lamina.cli.options import add_common
+from lamina.models.files import model_path
 from lamina.plan.diff import Diff, compare_plans, diff_json
 from lamina.plan.diff_table import print_diff
 from lamina.plan.gpus import GPUS
@@ -68,8 +69,9 @@ Examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     parser.add_argument(
-        "model", metavar="CONFIG_OR_DIR", type=Path, help="a config.json, a directory with one, or a plan's JSON with --diff"
-    )
+        "model", metavar="CONFIG_OR_DIR", type=model_path,
+        help="a config.json, a directory with one, lamina-tiny, or a plan's JSON with --diff",
+    )  # fmt: skip
     _add_machine(parser)
     _add_memory(parser)
     group = parser.add_argument_group("requests")

@@ -3,16 +3,14 @@
 import argparse
 import asyncio
 import importlib.util
-import os
 import secrets
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from lamina.base.config import EngineConfig
+from lamina.base.config import EMBEDDED, EngineConfig
 from lamina.base.errors import ConfigError
 from lamina.base.sizes import parse_bytes
 from lamina.base.version import __version__
@@ -20,13 +18,14 @@ from lamina.cli.options import add_common, add_engine, engine_config
 from lamina.cli.serve_table import LoadingBar, start_table
 from lamina.engine.locate import locate
 from lamina.engine.wire import Ready
+from lamina.models.files import about_embedded, is_embedded, model_name
 from lamina.server.auth import is_loopback, read_keys
 from lamina.server.settings import ServerSettings
 
 DESCRIPTION = """\
 Serves a model over HTTP: OpenAI's chat completions, completions and responses, Anthropic's
-messages, /tokenize, /health, /metrics, /v1/cache, and a page at /ui. Without MODEL_DIR a tiny
-model with random weights is made on the spot and kept, to try everything with.
+messages, /tokenize, /health, /metrics, /v1/cache, and a page at /ui. Without MODEL_DIR it
+serves lamina-tiny, the small model in the package, to try everything with.
 """
 EPILOG = """\
 Examples:
@@ -42,8 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
     default = ServerSettings()
     parser.add_argument(
-        "model", metavar="MODEL_DIR", nargs="?", help="a checkpoint, or a hub id org/name (default: a tiny model)"
-    )
+        "model", metavar="MODEL_DIR", nargs="?", default=EMBEDDED,
+        help="a checkpoint, or a hub id org/name (default: %(default)s, the small model in the package)",
+    )  # fmt: skip
     group = parser.add_argument_group("where and for whom")
     group.add_argument(
         "--host", default=default.host, metavar="ADDRESS", help="listen here (default %(default)s: this machine only)"
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="name of the model, can be repeated (default: its directory's)",
+        help="name of the model, can be repeated (default: its own or its directory's)",
     )
     group.add_argument(
         "--allow-origin",
@@ -127,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     console = Console(stderr=True, highlight=False)
-    is_tiny = args.model is None
-    directory = tiny_model(console, args.quiet) if is_tiny else locate(args.model)
+    directory = locate(args.model)
     args.model = str(directory)
     config = _engine_config(args)
-    names = tuple(dict.fromkeys(args.served_model_name or [])) or (("tiny",) if is_tiny else (directory.name,))
+    names = tuple(dict.fromkeys(args.served_model_name or [])) or (model_name(directory),)
     settings = replace(settings, names=names)
+    about = about_embedded() if is_embedded(directory) else ""
     chat = find_chat_format(directory, args.chat_template, args.chat_format)
     listener = listen(settings)
     with listener:
@@ -144,11 +144,12 @@ def run(args: argparse.Namespace) -> int:
         def on_ready(ready: Ready) -> None:
             bar.stop()
             if not args.quiet:
-                start_table(console, ready, settings, config, None if chat is None else chat.name, is_tiny)
+                start_table(console, ready, settings, config, None if chat is None else chat.name, about)
             print(f"ready: {address_of(settings)}", file=sys.stderr, flush=True)
 
         if not args.quiet:
-            print(f"lamina {__version__}: listening on {address_of(settings)}, loading {directory}", file=sys.stderr, flush=True)
+            what = about or directory
+            print(f"lamina {__version__}: listening on {address_of(settings)}, loading {what}", file=sys.stderr, flush=True)
         try:
             asyncio.run(serve(state, listener, bar.show, on_ready))
         finally:
@@ -195,18 +196,3 @@ def address_of(settings: ServerSettings) -> str:
     """The server's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"http://{host}:{settings.port}"
-
-
-def tiny_model(console: Console, quiet: bool) -> Path:
-    """The tiny model's directory, made on first use in a process of its own (which needs torch; this one does not)."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "lamina" / f"tiny-flash-{__version__}"
-    if (directory / "config.json").is_file():
-        return directory
-    if not quiet:
-        console.print(f"making a tiny model with random weights in {directory}", soft_wrap=True)
-    command = [sys.executable, "-m", "lamina", "tiny", str(directory), "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and not (directory / "config.json").is_file():  # another process may have been faster
-        raise ConfigError("model", str(directory), f"a place for the tiny model ({done.stderr.strip() or 'it was not written'})")
-    return directory

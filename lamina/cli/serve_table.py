@@ -32,9 +32,9 @@ class LoadingBar:
 
 
 def start_table(
-    console: Console, ready: Ready, settings: ServerSettings, config: EngineConfig, chat_format: str | None, is_tiny: bool
+    console: Console, ready: Ready, settings: ServerSettings, config: EngineConfig, chat_format: str | None, about: str
 ) -> None:
-    """Prints the memory plan, what was chosen, and where to go."""
+    """Prints the memory plan, what was chosen, and where to go. about  what the model is, if more is known than its type."""
     lengths = ready.plan_lengths
     grid = Table(title="what a request remembers", title_justify="left", title_style="bold")
     grid.add_column("memory")
@@ -53,8 +53,7 @@ def start_table(
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column()
-    model = f"{', '.join(settings.names)} ({ready.model_type}" + (", random weights: its text is gibberish)" if is_tiny else ")")
-    facts.add_row("model", model)
+    facts.add_row("model", f"{', '.join(settings.names)} ({ready.model_type})" + (f": {about}" if about else ""))
     facts.add_row("memory", f"{format_bytes(pool)} in {ready.num_pages:,} pages of {format_bytes(ready.page_bytes)}")
     facts.add_row("block, slot", f"{ready.block_tokens} tokens, {ready.slot_pages} pages a running request")
     facts.add_row("longest request", f"{ready.max_model_len:,} tokens, prompt and answer")

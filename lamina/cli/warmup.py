@@ -49,7 +49,7 @@ class Report:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What the command understands."""
-    parser.add_argument("model", metavar="MODEL", help="directory of a checkpoint")
+    parser.add_argument("model", metavar="MODEL", help="directory of a checkpoint, or lamina-tiny")
     add_engine(parser)
     parser.set_defaults(device=None)
     group = parser.add_argument_group("output (stdout)")

@@ -24,6 +24,7 @@ from lamina.memory.kept import drop_path
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, predict
+from lamina.models.files import model_name
 from lamina.runtime.worker import Worker
 from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
@@ -106,7 +107,7 @@ class Engine:
         #: called with a step that has been computed, before its results are booked: nobody of it has ended yet
         self.on_computed: Callable[[Step], None] | None = None
         event(
-            _LOG, "ready", model=self.directory.name, page_bytes=self.layout.page_bytes, pages=self.num_pages,
+            _LOG, "ready", model=model_name(self.directory), page_bytes=self.layout.page_bytes, pages=self.num_pages,
             block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeGuard, cast
 
 import numpy as np
 
-from lamina.base.config import EngineConfig
+from lamina.base.config import EMBEDDED, EngineConfig
 from lamina.base.errors import ConfigError
 from lamina.base.keywords import CALL_ELSEWHERE, LLM_ELSEWHERE, known_only
 from lamina.chat.turns import ChatMessage, read_options
@@ -21,9 +21,9 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 
 
 class LLM:
-    """A model that generates. Settings are those of `EngineConfig`, by keyword.
+    """A model that generates, lamina-tiny in the package if none is named. Settings are those of `EngineConfig`, by keyword.
 
-    llm = LLM("path/to/checkpoint", cache_bytes="2GiB")
+    llm = LLM()  # LLM("path/to/checkpoint", cache_bytes="2GiB")
     llm.generate(["Once upon a time"], SamplingParams(max_tokens=32, temperature=0))
     llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=32))
     """
@@ -31,7 +31,7 @@ class LLM:
     @known_only("LLM", LLM_ELSEWHERE)
     def __init__(
         self,
-        model: str,
+        model: str = EMBEDDED,
         *,
         dtype: str = "auto",
         cache_format: str = "auto",

@@ -1,11 +1,16 @@
-"""Where a checkpoint is: a directory, a GGUF file, or a hub id that an optional library downloads."""
+"""Where a checkpoint is: in the package, in a directory, in a GGUF file, or at a hub that an optional library downloads from."""
 
 import importlib.util
+import logging
 import re
 from pathlib import Path
 
+from lamina.base.config import EMBEDDED
 from lamina.base.errors import ConfigError
-from lamina.models.files import find_checkpoint, is_gguf
+from lamina.base.log import event, get_logger
+from lamina.models.files import find_checkpoint, is_gguf, model_path
+
+_LOG = get_logger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -13,11 +18,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def locate(model: str | Path) -> Path:
     """The directory of a model, or its GGUF file; nothing but safetensors, JSON and text is ever fetched.
 
+    lamina-tiny is the model in the package; a directory of that name has to be given with a separator, as ./lamina-tiny.
     Raises ConfigError if there is none.
     """
     if not str(model):
-        raise ConfigError("model", "", "a directory, or a hub id such as org/name")
-    path = Path(model).expanduser()
+        raise ConfigError("model", "", f"a directory, a hub id such as org/name, or {EMBEDDED}")
+    path = model_path(str(model))
+    if str(model) == EMBEDDED and Path(model).is_dir():
+        event(_LOG, "embedded_model", logging.WARNING, name=EMBEDDED, passed_over=f"./{EMBEDDED}")
     if path.is_dir():
         return find_checkpoint(path)
     if is_gguf(path):
@@ -27,7 +35,7 @@ def locate(model: str | Path) -> Path:
     if path.suffix.lower() == ".gguf":
         raise ConfigError("model", str(model), "a GGUF file that is there")
     if not _HUB_ID.fullmatch(str(model)):
-        raise ConfigError("model", str(model), "an existing directory, or a hub id such as org/name")
+        raise ConfigError("model", str(model), f"an existing directory, a hub id such as org/name, or {EMBEDDED}")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ConfigError("model", str(model), "an existing directory; for a hub id install lamina[hub]")
     from huggingface_hub import snapshot_download

@@ -13,7 +13,7 @@ from lamina.engine.wire import GrammarStats, MemoryRow, Ready, RequestRow, Stats
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import CHECKPOINTS, Held, predict
-from lamina.models.files import CONFIG, read_file
+from lamina.models.files import CONFIG, model_name, read_file
 from lamina.runtime.chosen import chosen_ops
 from lamina.schedule.request import Request
 from lamina.schedule.scheduler import Scheduler
@@ -33,7 +33,7 @@ def make_ready(engine: Engine, load_s: float) -> Ready:
     config, layout, worker = engine.config, engine.layout, engine.worker.config
     lengths = tuple(dict.fromkeys(min(length, engine.max_model_len) for length in PLAN_LENGTHS))
     return Ready(
-        pid=os.getpid(), model=engine.directory.name, model_type=_model_type(engine), vocab_size=engine.vocab_size,
+        pid=os.getpid(), model=model_name(engine.directory), model_type=_model_type(engine), vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len, eos_token_ids=tuple(sorted(engine.worker.eos_token_ids)), device=config.device,
         block_tokens=layout.block_tokens, page_bytes=layout.page_bytes, num_pages=engine.num_pages, slot_pages=layout.slot_pages,
         max_requests=config.max_requests, max_step_tokens=config.step_tokens,

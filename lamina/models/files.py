@@ -4,12 +4,14 @@ The one place that knows both. A GGUF file answers for the JSON files that the m
 """
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
+from lamina.base.config import EMBEDDED
 from lamina.base.errors import ConfigError
 from lamina.models.config_fields import check_end_tokens
 from lamina.models.gguf_config import config_values, converted_tensors
@@ -20,12 +22,37 @@ from lamina.weights.headers import Stored
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_EMBEDDED = Path(__file__).resolve().parent / "lamina_tiny"
 _MADE = frozenset((CONFIG, "tokenizer.json", "tokenizer_config.json"))
 
 
 def is_gguf(checkpoint: Path) -> bool:
     """Whether it is a GGUF file, by its name."""
     return checkpoint.suffix.lower() == SUFFIX and checkpoint.is_file()
+
+
+def model_path(model: str) -> Path:
+    """Where `model` says that a checkpoint is; lamina-tiny, with no separator, is the one in the package.
+
+    A directory of that name is meant by a path with a separator: ./lamina-tiny.
+    """
+    return _EMBEDDED if model == EMBEDDED else Path(model).expanduser()
+
+
+def is_embedded(checkpoint: Path) -> bool:
+    """Whether it is the model in the package."""
+    return os.path.realpath(checkpoint) == str(_EMBEDDED)  # it ends where links go in circles
+
+
+def model_name(checkpoint: Path) -> str:
+    """What a checkpoint is called: lamina-tiny, or the name of its directory or file."""
+    return EMBEDDED if is_embedded(checkpoint) else checkpoint.name
+
+
+def about_embedded() -> str:
+    """What the model in the package is, in a line."""
+    size = sum(file.stat().st_size for file in _EMBEDDED.iterdir())
+    return f"embedded model {EMBEDDED} ({size / 1e6:.0f} MB, trained: simple English, looks things up in long contexts)"
 
 
 def find_checkpoint(path: Path) -> Path:

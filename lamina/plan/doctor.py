@@ -16,7 +16,7 @@ from lamina.memory.layout import Layout, make_layout
 from lamina.models.checkpoints import RUNNING, contents_of
 from lamina.models.description import Choices, Description
 from lamina.models.families import FAMILIES, NETWORKS, describe
-from lamina.models.files import generation_end_tokens, is_gguf, list_stored, missing_library, read_config
+from lamina.models.files import generation_end_tokens, is_gguf, list_stored, missing_library, model_name, read_config
 from lamina.models.needed import Findings, check_tensors
 from lamina.plan.facts import printable
 from lamina.weights.headers import INDEX, Stored, read_header
@@ -197,7 +197,7 @@ class _Model:
         self.gpu = usable[0] if usable and device != "cpu" and "cuda" in machine.devices else None
 
     def judge(self, cache_bytes: int, tokenizer: TokenizerFound | None) -> ModelFound:
-        name = printable(_real(self.directory).name) or "/"
+        name = printable(model_name(_real(self.directory))) or "/"
         if not self.directory.is_dir() and not is_gguf(self.directory):
             self.notes.no(f"{str(self.directory)!r} is no directory: give one that holds {_CONFIG} and *.safetensors")
             return ModelFound(name, exists=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from lamina.base.errors import ConfigError
 from lamina.models.description import Description, WeightPart
 from lamina.models.families import describe
-from lamina.models.files import find_checkpoint, is_gguf, read_config
+from lamina.models.files import find_checkpoint, is_gguf, model_name, read_config
 from lamina.plan.budget import weight_lines
 from lamina.plan.facts import PlanFacts, printable, read_facts
 from lamina.plan.records import Mesh, Plan, PlanOptions
@@ -103,4 +103,4 @@ def open_source(path: Path) -> Source:
 
 
 def _name(path: Path) -> str:
-    return printable(path.name or str(path))
+    return printable(model_name(path) or str(path))
