@@ -21,11 +21,14 @@ from lamina.cli.formatter import make_printable
 from lamina.cli.http_client import Client, ServerError, is_address, parse_address, read_key
 from lamina.cli.options import add_common, add_engine, say_embedded
 from lamina.cli.stream import PICTURES
+from lamina.models.files import is_embedded, model_path
 
 DESCRIPTION = """\
 A chat in the terminal. With a URL it talks to that server, Lamina's or another of OpenAI's
 protocol; with a directory, or nothing (lamina-tiny, the small model in the package), it starts a
-server of its own on a free port of this machine, with a key of its own, and stops it at the end.
+server of its own on a free port of this machine, with a key of its own, and stops it at the end. lamina-tiny
+answers at temperature 0.3 and without thoughts unless told otherwise; it is good at facts told in
+plain words: "The code of the blue door is 4821.", later "What is the code of the blue door?"
 
 Answers stream to stdout, thoughts dim. Ctrl-C stops an answer; at the prompt it quits, as Ctrl-D does.
 Where stdin is not a terminal each line is a message or a command, and stdout gets the answers alone,
@@ -51,6 +54,8 @@ A line that ends with \\ goes on in the next one. A message that begins with / i
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _MAX_HISTORY = 1_000
 #: options of `add_engine` that are handed on to the server
+#: of the model in the package, which is too small for 1.0
+_EMBEDDED_TEMPERATURE = 0.3
 _ENGINE = (
     "device", "cache_bytes", "gpu_memory_utilization", "cache_format", "index_format", "dtype", "max_step_tokens",
     "max_model_len", "checkpoint_interval", "deterministic", "kernels", "activation_format",
@@ -96,8 +101,12 @@ def run(args: argparse.Namespace) -> int:
                 print("starting a server (the model loads) ...", file=sys.stderr, flush=True)
             address, key = parse_address(server.wait()), server.key
         client = stack.enter_context(contextlib.closing(Client(address, key)))
-        settings = Settings(_model(client, args.model), args.max_tokens, args.temperature, args.top_p, args.seed)
-        set_thinking(settings, args.think)
+        temperature, think = args.temperature, args.think
+        if not is_address(args.where) and is_embedded(model_path(args.where)):
+            temperature = _EMBEDDED_TEMPERATURE if temperature is None else temperature
+            think = "off" if think == "auto" else think
+        settings = Settings(_model(client, args.model), args.max_tokens, temperature, args.top_p, args.seed)
+        set_thinking(settings, think)
         talk = Talk(client, settings, args.system)
         terminal = Terminal(talk, args.quiet)
         if not args.quiet:

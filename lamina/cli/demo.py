@@ -18,7 +18,7 @@ from lamina.cli.report import moment, table
 from lamina.cli.stream import PICTURES
 from lamina.engine.engine import Engine
 from lamina.engine.watch import Watch
-from lamina.models.files import about_embedded, model_path
+from lamina.models.files import about_embedded, model_path, model_text
 
 DESCRIPTION = """\
 Loads lamina-tiny, the small trained model in the package, and serves two prompts at once: a text of
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         _copy(args.keep)
     print(about_embedded() + (f", copied to {args.keep}" if args.keep is not None else ""))
     sys.stdout.flush()
-    return show(*load(EngineConfig(str(args.keep or EMBEDDED), cache_bytes=_CACHE_BYTES), args.quiet), args.quiet)
+    return show(*load(EngineConfig(model_text(args.keep or EMBEDDED), cache_bytes=_CACHE_BYTES), args.quiet), args.quiet)
 
 
 def document() -> str:

@@ -14,6 +14,7 @@ from lamina.chat.turns import ChatMessage, read_options
 from lamina.engine.chats import Chats, conversations
 from lamina.engine.engine import Engine, Group
 from lamina.engine.outputs import Delta, RequestOutput
+from lamina.models.files import model_text
 from lamina.schedule.sampling_params import SamplingParams
 
 #: a text, token ids, or a record with one of them under "prompt" or "prompt_token_ids"
@@ -52,7 +53,7 @@ class LLM:
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
-            model=str(model),
+            model=model_text(model),
             dtype=dtype,
             cache_format=cache_format,
             index_format=index_format,

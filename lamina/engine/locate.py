@@ -23,8 +23,10 @@ def locate(model: str | Path) -> Path:
     """
     if not str(model):
         raise ConfigError("model", "", f"a directory, a hub id such as org/name, or {EMBEDDED}")
-    path = model_path(str(model))
-    if str(model) == EMBEDDED and Path(model).is_dir():
+    path = model_path(model) if isinstance(model, str) else model.expanduser()
+    if model == EMBEDDED and not (path / "config.json").is_file():
+        raise ConfigError("model", EMBEDDED, "another model: this installation of Lamina does not hold its files")
+    if model == EMBEDDED and Path(EMBEDDED).is_dir():
         event(_LOG, "embedded_model", logging.WARNING, name=EMBEDDED, passed_over=f"./{EMBEDDED}")
     if path.is_dir():
         return find_checkpoint(path)

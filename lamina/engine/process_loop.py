@@ -19,6 +19,7 @@ _LOG = get_logger(__name__)
 _STATS_S = 0.25
 _STATS_SOON_S = 0.02  # where work begins or ends
 _NEWS_S = 0.001  # what steps that take less have drawn is sent together: a message costs more than such a step
+_SLOW_S = 1.0  # for so long after a step that took more nothing waits for the next one
 _MOST_COMMANDS = 256  # of one round, so that steps go on whatever comes
 _MOST_ROWS = 128
 _MOST_FAILURES = 3
@@ -52,7 +53,9 @@ class Loop:
         self._is_shut = False
         self._had_work = False
         self._failures = 0
+        self._has_worked = False  # since the last counters
         self._told_news = self._told_stats = 0.0
+        self._slow_until = 0.0
 
     def run(self) -> int:
         """The exit code: 0 after Shutdown or SIGTERM, 1 if steps fail again and again."""
@@ -75,11 +78,14 @@ class Loop:
             if not self._engine.has_work:
                 self._rest()
         self._desk.cancel_all()
-        self._tell()
+        self._tell_news(time.monotonic())
+        self._tell_stats(time.monotonic())
         return 0
 
     def _step(self) -> None:
         """One step. If it breaks off, what ran has ended with "error" and the rest goes on."""
+        self._has_worked = True
+        begin = time.monotonic()
         try:
             if not self._desk.step():
                 raise RuntimeError("requests wait although nothing runs")
@@ -88,17 +94,24 @@ class Loop:
             _LOG.exception("step failed")
         else:
             self._failures = 0
+        end = time.monotonic()
+        if end - begin > 2 * _NEWS_S:
+            self._slow_until = end + _SLOW_S
 
     def _tell(self) -> None:
         """Sends the news and the counters, each when it is time."""
         now = time.monotonic()
-        if now - self._told_news >= _NEWS_S or not self._engine.has_work:
+        if now - self._told_news >= _NEWS_S or now < self._slow_until or not self._engine.has_work:
             self._tell_news(now)
         if now >= self._stats_due:
-            self._had_work, self._told_stats = self._desk.has_requests, now
-            self._link.send(
-                self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats())
-            )
+            self._tell_stats(now)
+
+    def _tell_stats(self, now: float) -> None:
+        """Sends the counters."""
+        self._had_work, self._told_stats, self._has_worked = self._desk.has_requests, now, False
+        self._link.send(
+            self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats())
+        )
 
     def _tell_news(self, now: float) -> None:
         """Sends what is new of each output."""
@@ -109,8 +122,10 @@ class Loop:
 
     @property
     def _stats_due(self) -> float:
-        """When counters are to be sent: sooner where work has begun or ended since."""
-        return self._told_stats + (_STATS_S if self._desk.has_requests == self._had_work else _STATS_SOON_S)
+        """When counters are to be sent: sooner where work has begun or ended since, were it of one step."""
+        has_work = self._desk.has_requests
+        is_soon = has_work != self._had_work or (self._has_worked and not has_work)
+        return self._told_stats + (_STATS_SOON_S if is_soon else _STATS_S)
 
     def _rest(self) -> None:
         """Waits for a command, a grammar, a deadline, or the time of the next counters."""

@@ -39,9 +39,14 @@ def model_path(model: str) -> Path:
     return _EMBEDDED if model == EMBEDDED else Path(model).expanduser()
 
 
+def model_text(model: str | Path) -> str:
+    """`model` as a text; a Path always means a place, also where its last part is lamina-tiny."""
+    return f"./{model}" if isinstance(model, Path) and str(model) == EMBEDDED else str(model)
+
+
 def is_embedded(checkpoint: Path) -> bool:
     """Whether it is the model in the package."""
-    return os.path.realpath(checkpoint) == str(_EMBEDDED)  # it ends where links go in circles
+    return os.path.realpath(checkpoint) == os.path.realpath(_EMBEDDED)  # it ends where links go in circles
 
 
 def model_name(checkpoint: Path) -> str:
@@ -51,6 +56,8 @@ def model_name(checkpoint: Path) -> str:
 
 def about_embedded() -> str:
     """What the model in the package is, in a line."""
+    if not (_EMBEDDED / CONFIG).is_file():
+        raise ConfigError("model", EMBEDDED, "another model: this installation of Lamina does not hold its files")
     size = sum(file.stat().st_size for file in _EMBEDDED.iterdir())
     return f"embedded model {EMBEDDED} ({size / 1e6:.0f} MB, trained: simple English, looks things up in long contexts)"
 

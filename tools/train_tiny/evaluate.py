@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lamina import LLM, SamplingParams
+from lamina.base.config import CACHE_FORMATS, INDEX_FORMATS
 from tools.train_tiny.exam import KINDS, is_right, questions
+from tools.train_tiny.names import SPLITS
 
 FIFTHS = 5
 
@@ -94,33 +97,73 @@ def perplexity(llm: LLM, data: Path, length: int = 2048, most: int = 24) -> dict
 
 
 def main() -> int:
+    """Runs `evaluate`; an error is one line."""
+    try:
+        return evaluate()
+    except (ValueError, OSError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers above 0 with commas between; else ArgumentTypeError."""
+    found = [int(part) for part in text.split(",") if part.strip().isdecimal()]
+    if len(found) != text.count(",") + 1 or min(found, default=0) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers above 0 with commas between")
+    return found
+
+
+def among(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A list of some of `allowed` with commas between; else ArgumentTypeError."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := [part for part in text.split(",") if part not in allowed]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r}: of {', '.join(allowed)}")
+        return text.split(",")
+
+    return parse
+
+
+def formats_of(text: str) -> list[tuple[str, str]]:
+    """Pairs of a cache format and an index format; else ArgumentTypeError."""
+    pairs = [tuple(pair.split(":")) for pair in text.split(",")]
+    if any(len(pair) != 2 or pair[0] not in CACHE_FORMATS or pair[1] not in INDEX_FORMATS for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: cache format:index format, such as fp8:fp4, with commas between")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def evaluate() -> int:
     """Prints one JSON line for each setting, and appends it to --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kinds", default="recall", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--splits", default="train", help="train, held-out: whose words and templates")
-    parser.add_argument("--lengths", default="2048")
-    parser.add_argument("--facts", default="16", help="questions about each text")
+    parser.add_argument("--kinds", default=["recall"], type=among(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--splits", default=["train"], type=among(SPLITS), help="train, held-out: whose words and templates")
+    parser.add_argument("--lengths", default=[2048], type=numbers)
+    parser.add_argument("--facts", default=[16], type=numbers, help="questions about each text")
     parser.add_argument("--least", type=int, default=100, help="questions for each setting (default 100)")
-    parser.add_argument("--formats", default="fp8:fp4", help="cache format : index format, with commas between")
+    parser.add_argument("--formats", default=[("fp8", "fp4")], type=formats_of, help="cache:index format, with commas between")
     parser.add_argument("--cache-bytes", default=None)
     parser.add_argument("--wrong", type=int, default=2, help="wrong answers to show for each setting")
     parser.add_argument("--perplexity", action="store_true")
     parser.add_argument("--out", type=Path, help="file that the lines are appended to")
     arguments = parser.parse_args()
-    for pair in arguments.formats.split(","):
-        cache_format, index_format = pair.split(":")
+    if arguments.least < 1:
+        raise ValueError(f"--least {arguments.least}: 1 or more")
+    for name in ("val.u16", "documents.json", "tokenizer.json"):
+        if not (arguments.data / name).is_file():
+            raise ValueError(f"--data {arguments.data}: no {name}; corpus.py writes it")
+    for cache_format, index_format in arguments.formats:
         options = {"cache_bytes": arguments.cache_bytes} if arguments.cache_bytes else {}
         llm = LLM(arguments.model, device=arguments.device, cache_format=cache_format, index_format=index_format, **options)
         if arguments.perplexity:
             _say(arguments.out, {"cache_format": cache_format, "index_format": index_format} | perplexity(llm, arguments.data))
             continue
-        for kind in arguments.kinds.split(","):
-            for split in arguments.splits.split(","):
-                for length in map(int, arguments.lengths.split(",")):
-                    for facts in map(int, arguments.facts.split(",")):
+        for kind in arguments.kinds:
+            for split in arguments.splits:
+                for length in arguments.lengths:
+                    for facts in arguments.facts:
                         result = ask(
                             llm,
                             arguments.data,

@@ -69,6 +69,8 @@ def questions(data_dir: Path | str, seed: int, length_tokens: int, facts: int, k
     """
     if kind not in KINDS or split not in SPLITS:
         raise ValueError(f"kind {kind!r}, split {split!r}: allowed are {', '.join(KINDS)} and {', '.join(SPLITS)}")
+    if facts < 1 or length_tokens < 1:
+        raise ValueError(f"{facts} facts, {length_tokens} tokens: 1 or more")
     text, writer = _sources(str(data_dir), split)
     rng = random.Random(f"{seed} {length_tokens} {facts} {kind} {split}")
     if kind == "window":
@@ -183,6 +185,8 @@ def _gist(rng: random.Random, text: Text, writer: Writer, length: int, count: in
         one = rng.choice(asked)
         prefix = np.array([BOS, *document.ids], np.uint16)
         found.append(_question(prefix, gist.ask(one), one.answer, 0.5))
+        if len(prefix) + len(found[-1].ids) + len(found[-1].answer_ids) > length:
+            raise ValueError(f"a text to be understood has no room in {length} tokens")
     return found
 
 

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -185,14 +186,42 @@ def plain_inputs(tokens: Tensor) -> Inputs:
     )  # fmt: skip
 
 
+def check(arguments: argparse.Namespace, first: int, plan: list[Phase]) -> None:
+    """Raises ValueError, before anything is written, for what cannot be trained."""
+    if arguments.steps < 1:
+        raise ValueError(f"--steps {arguments.steps}: 1 or more")
+    if not 0 <= first < arguments.steps:
+        raise ValueError(f"first step {first}: from 0 to {arguments.steps - 1}, as --steps is {arguments.steps}")
+    if not plan:
+        raise ValueError(f"--phase {arguments.phase}: not a phase of the course {arguments.course}")
+    longest = max(phase.length for phase in plan if phase.steps) if any(phase.steps for phase in plan) else 2048
+    if arguments.tokens < 1 or arguments.tokens % longest:
+        raise ValueError(f"--tokens {arguments.tokens}: a multiple of {longest}, the longest row")
+    for name in ("train.u16", "val.u16", "documents.json", "tokenizer.json"):
+        if not (arguments.data / name).is_file():
+            raise ValueError(f"--data {arguments.data}: no {name}; corpus.py writes it")
+    most = int(np.fromfile(arguments.data / "train.u16", np.uint16).max())
+    if most >= SHAPE.vocab:
+        raise ValueError(f"--data {arguments.data}: token id {most} in train.u16, the model has {SHAPE.vocab} tokens")
+
+
 def main() -> int:
+    """Runs `train`; an error is one line."""
+    try:
+        return train()
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+
+
+def train() -> int:
     """Runs the steps from --first to --last or until --seconds; prints a line every --report steps; writes the checkpoint."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="directory that corpus.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory for weights, log and checkpoint")
     parser.add_argument("--resume", type=Path, help="directory of an earlier piece's weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=9000, help="steps of the whole training (default 9000)")
+    parser.add_argument("--steps", type=int, default=7200, help="steps of the whole course (default 7200)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step (default 32768)")
     parser.add_argument(
         "--first", type=int, default=None, help="first step of this piece (default: where the resumed piece ended)"
@@ -206,7 +235,9 @@ def main() -> int:
     parser.add_argument(
         "--phase", choices=("short", "long", "stored", "far"), help="all steps in this phase of the course, to try one out"
     )
-    parser.add_argument("--workers", type=int, default=4, help="processes that make rows for each phase (default 4)")
+    parser.add_argument(
+        "--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes that make rows for each phase (default 2)"
+    )
     parser.add_argument("--keep-optimiser", action="store_true", help="also write what the optimiser remembers, for --resume")
     parser.add_argument("--report", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -214,6 +245,10 @@ def main() -> int:
     began = time.monotonic()
     torch._dynamo.config.cache_size_limit = 64
     torch.backends.cuda.matmul.allow_tf32 = True
+    plan = phases(arguments.course, arguments.steps, arguments.tokens)
+    if arguments.phase:
+        plan = [Phase(p.name, arguments.steps, p.rows, p.length, p.mode, p.mix) for p in plan if p.name == arguments.phase]
+    check(arguments, arguments.first or 0, plan)
     device = torch.device(arguments.device)
     model = Model(seed=arguments.seed)
     routes(model, arguments.data)
@@ -240,9 +275,7 @@ def main() -> int:
         since = 0
     steps, step = arguments.steps, first
     last = steps if arguments.last is None else min(arguments.last, steps)
-    plan = phases(arguments.course, steps, arguments.tokens)
-    if arguments.phase:
-        plan = [Phase(p.name, steps, p.rows, p.length, p.mode, p.mix) for p in plan if p.name == arguments.phase]
+    check(arguments, first, plan)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stop = began + arguments.seconds - 12
     ends = list(itertools.accumulate(phase.steps for phase in plan))
@@ -288,8 +321,10 @@ def main() -> int:
     (arguments.out / "piece.json").write_text(json.dumps({"next": step, "steps": steps}) + "\n")
     export(model, Tokenizer.from_file(str(arguments.data / "tokenizer.json")), arguments.out / "checkpoint")
     stored = Mode(quantised=True, topk=SHAPE.index_topk)
-    line = {"step": step, "held_out_nats": round(text_nats(model, arguments.data, Mode()), 4)}
-    line |= {"as_stored": round(text_nats(model, arguments.data, stored), 4), "s": round(time.monotonic() - began, 1)}
+    most = 64 if device.type == "cuda" else 2  # a row takes seconds on a CPU
+    line = {"step": step, "held_out_nats": round(text_nats(model, arguments.data, Mode(), most=most), 4)}
+    line |= {"as_stored": round(text_nats(model, arguments.data, stored, most=most), 4), "rows": most}
+    line |= {"s": round(time.monotonic() - began, 1)}
     _say(arguments.out, line)
     return 0
 
