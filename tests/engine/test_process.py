@@ -156,6 +156,20 @@ def test_every_output_of_a_step_is_in_one_message(wire: Wire) -> None:
     wire.outputs(*names)
 
 
+def test_counters_follow_a_request_of_a_moment(wire: Wire) -> None:
+    """One that begins and ends between two of the regular counters is counted soon, not with the next of these."""
+    delays = []
+    for index in range(5):
+        before = wire.receive(lambda report: isinstance(report, Stats))[-1]
+        assert isinstance(before, Stats)
+        wire.send(submit(f"moment{index}", [40], Sampling(max_tokens=2)))
+        assert wire.outputs(f"moment{index}")[-1].finish == "length"
+        ended, count = time.monotonic(), sum(before.finished.values())
+        wire.receive(lambda report, count=count: isinstance(report, Stats) and sum(report.finished.values()) > count)
+        delays.append(time.monotonic() - ended)
+    assert sorted(delays)[2] < 0.15  # the regular ones are 0.25 s apart
+
+
 def test_an_id_that_lives_is_refused(wire: Wire) -> None:
     wire.send(submit("twice", [40], Sampling(max_tokens=100_000)), submit("twice", [40]))
     refused = wire.receive(lambda report: isinstance(report, Refusal))[-1]
