@@ -497,6 +497,7 @@ def test_stopping_drains(tiny: Path) -> None:
 
 PARENT = """
 import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests were started in the background
 from lamina.base.config import EngineConfig
 from lamina.engine.client import EngineClient
 
