@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -177,12 +177,17 @@ def _write_files(directory: Path, shape: Shape, config: dict[str, object], seed:
         config = plain | {"compress_ratios": list(shape.ratios[:-1]), "num_nextn_predict_layers": 0}
     tensors = (_official if file_format == "official" else _transformers)(shape, seed)
     write_safetensors(directory / "model.safetensors", tensors)
+    write_settings(directory, config)
+    _help_tokenizer(shape.vocab).save(str(directory / "tokenizer.json"))
+
+
+def write_settings(directory: Path, config: dict[str, object]) -> None:
+    """Writes config.json, generation_config.json and tokenizer_config.json beside weights and tokenizer."""
     _write_json(directory / "config.json", config)
     _write_json(
         directory / "generation_config.json",
         {"bos_token_id": 0, "do_sample": True, "eos_token_id": 1, "pad_token_id": 2, "temperature": 1.0, "top_p": 1.0},
     )
-    _train_tokenizer(shape.vocab).save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",
         {
@@ -309,8 +314,17 @@ def _make(spec: Spec, seed: int) -> Encoded:
     return encode(uniform * (12**0.5 * spec.std) + spec.mean, spec.storage)
 
 
-def _train_tokenizer(vocab: int) -> Tokenizer:
-    """A byte-level BPE of `vocab` tokens, digits apart, from Python's help. Ids: BOS 0, EOS 1, PAD 2, text, CONTROL last."""
+def _help_tokenizer(vocab: int) -> Tokenizer:
+    """A tokenizer of Python's help."""
+    help_texts = [value.__doc__ for _, value in sorted(vars(builtins).items()) if isinstance(value, type)]
+    return train_tokenizer([*(topics[key] for key in sorted(topics)), *(text for text in help_texts if text)], vocab)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, shows_progress: bool = False) -> Tokenizer:
+    """A byte-level BPE of `vocab` tokens, digits apart. Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges, CONTROL last.
+
+    Raises ConfigError if the texts are too short for that many.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -320,13 +334,12 @@ def _train_tokenizer(vocab: int) -> Tokenizer:
         vocab_size=vocab - len(CONTROL),
         special_tokens=[AddedToken(token, normalized=False, special=True) for token in (BOS, EOS, PAD)],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=shows_progress,
     )
-    help_texts = [value.__doc__ for _, value in sorted(vars(builtins).items()) if isinstance(value, type)]
-    tokenizer.train_from_iterator([*(topics[key] for key in sorted(topics)), *(text for text in help_texts if text)], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in CONTROL])
     if tokenizer.get_vocab_size() != vocab:
-        raise ConfigError("vocab_size", tokenizer.get_vocab_size(), f"{vocab} tokens; Python's help texts are too short here")
+        raise ConfigError("vocab_size", tokenizer.get_vocab_size(), f"{vocab} tokens; the texts are too short")
     return tokenizer
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lamina.models.tiny import EOS
+from lamina.models.tiny import EOS, train_tokenizer
 
 from .fetch import Package, PackageError, check, fetch, read_table
+from .model import SHAPE
 from .sources import SOURCES, Document, Source
 from .tasks import sample_texts
-from .tokenizer import train_tokenizer
 
 SEED = 7
 VAL_SHARE = 0.025
@@ -148,7 +148,7 @@ def build(out: Path, cache: Path, any_version: bool, workers: int, given: Path |
     step = max(1, sum(d.characters for d in train) // TOKENIZER_CHARACTERS)
     paragraphs = [paragraph for document in train for paragraph in document.paragraphs][::step]
     if given is None:
-        tokenizer = train_tokenizer([*paragraphs, *sample_texts(SEED, SYNTHETIC_TEXTS)])
+        tokenizer = train_tokenizer([*paragraphs, *sample_texts(SEED, SYNTHETIC_TEXTS)], SHAPE.vocab, shows_progress=True)
         say(f"tokenizer: {tokenizer.get_vocab_size()} tokens, from {sum(map(len, paragraphs)) / 1e6:.1f} M characters")
     else:
         tokenizer = Tokenizer.from_file(str(given))

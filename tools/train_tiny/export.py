@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lamina.models.tiny import BOS, EOS, PAD, config_of, specs
+from lamina.models.tiny import config_of, specs, write_settings
 from lamina.ops.quantise.ref import dequantise_fp4_weight, dequantise_fp8_weight
 from lamina.weights.writer import encode, write_safetensors
 from tools.train_tiny.model import Model
@@ -59,20 +59,9 @@ def export(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
         file = f"model-{index:05}-of-{len(shards):05}.safetensors"
         write_safetensors(directory / file, shard)
         where.update(dict.fromkeys(shard, file))
-    _write(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
-    _write(directory / "config.json", config_of(model.shape))
-    _write(
-        directory / "generation_config.json",
-        {"bos_token_id": 0, "do_sample": True, "eos_token_id": 1, "pad_token_id": 2, "temperature": 1.0, "top_p": 1.0},
-    )
-    _write(
-        directory / "tokenizer_config.json",
-        {
-            "add_bos_token": False, "add_eos_token": False, "bos_token": BOS, "eos_token": EOS,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 1048576, "pad_token": PAD, "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )  # fmt: skip
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_settings(directory, config_of(model.shape))
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
 
 
@@ -132,7 +121,3 @@ def _load_official(model: Model, directory: Path) -> None:
         for key, stack in model.stacks.items():
             for target, name in zip(stack, model.names[key], strict=True):
                 target.copy_(torch.stack(values[name]) if ".experts." in name else values[name][0])
-
-
-def _write(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
