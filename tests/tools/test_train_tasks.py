@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from tools.train_tiny.drafts import Weights, Writer, draw_facts
 from tools.train_tiny.exam import KINDS as EXAM_KINDS
 from tools.train_tiny.exam import is_right, questions
 from tools.train_tiny.names import SPLITS, WORDS, Pieces
+from tools.train_tiny.relations import RELATIONS, draw_related
 from tools.train_tiny.tasks import KINDS, Mix, Rows, sample_texts
 from tools.train_tiny.templates import (
     ASSISTANT_MARKER,
@@ -24,6 +26,7 @@ from tools.train_tiny.templates import (
     USER_MARKER,
     fact_text,
 )
+from tools.train_tiny.train import positions
 
 SUBJECTS, VERBS = ("The miller", "An old sailor", "Nobody", "The queen"), ("saw", "liked", "sold")
 OBJECTS = ("corn", "ropes", "the moon", "it all")
@@ -86,9 +89,10 @@ def test_pieces_joined_are_what_the_tokenizer_makes_of_the_text(data_dir: Path) 
                     assert fact.value.text in text
 
 
-def test_rows_have_answers_that_were_told(data_dir: Path) -> None:
+@pytest.mark.parametrize("varied", [0.0, 0.8], ids=["listed", "varied"])
+def test_rows_have_answers_that_were_told(data_dir: Path, varied: float) -> None:
     """Recall rows: a value that is asked for stands in the row before, weighs nothing there and `answer` where it is asked."""
-    rows = Rows(data_dir, 3, 256, only("recall", packed=0.0, chat=0.0, updated=0.0))
+    rows = Rows(data_dir, 3, 256, only("recall", packed=0.0, chat=0.0, updated=0.0, varied=varied, related=varied / 3))
     decode = rows.writer.pieces.tokenizer.decode
     seen = 0
     for row in (rows.row(index) for index in range(30)):
@@ -134,8 +138,64 @@ def test_gist_is_out_of_the_window(data_dir: Path) -> None:
         assert not any(f" {kind}" in decode(ids[-131:]) for kind in kinds)
 
 
+def test_varied_wordings_keep_what_is_told(data_dir: Path) -> None:
+    """Words change, slots stay; the ids are those of the text; a fact woven into a sentence keeps its words."""
+    rows = Rows(data_dir, 4, 256, only("recall", varied=1.0))
+    writer, rng = rows.writer, random.Random(0)
+    variation, tokenizer = writer.variation, writer.pieces.tokenizer
+    assert variation is not None
+    changed = 0
+    for template in STATEMENTS["train"] + QUESTIONS["train"] + FRAMES["train"]:
+        varied = variation.template(rng, template, True)
+        slots = [sorted(re.findall(r"\{[anNvq]\}", text)) for text in (template, varied)]
+        assert slots[0] == slots[1]
+        changed += varied != template
+        (fact,) = draw_facts(rng, writer.draws, 1, True)
+        text = fact_text(varied.replace("{q}", "Who?"), fact)
+        assert writer.sentence(varied.replace("{q}", "Who?"), fact, False, True).ids == tokenizer.encode(text).ids, text
+    assert changed > 60
+    woven = 0
+    for _ in range(40):
+        (fact,) = draw_facts(rng, writer.draws, 1, True)
+        found = variation.woven(rng, fact)
+        if found is not None:
+            for draft in found:
+                text = tokenizer.decode(draft.ids)
+                assert tokenizer.encode(text).ids == draft.ids
+                assert fact.name.text() in text and fact.attribute in text and fact.value.text in text
+            woven += 1
+    assert woven > 20
+
+
+def test_related_facts_can_be_told_apart(data_dir: Path) -> None:
+    """No two facts of a document answer the same question; every relation can be asked for."""
+    draws = Writer(Pieces(Tokenizer.from_file(str(data_dir / "tokenizer.json"))), "train", Weights()).draws
+    rng, seen = random.Random(1), set()
+    for _ in range(60):
+        facts = draw_related(rng, draws, 12)
+        asked = [fact_text(RELATIONS[fact.relation].questions[0], fact) for fact in facts]
+        assert len(set(asked)) == len(asked) > 0
+        for fact in facts:
+            assert all("{v}" in text for text in RELATIONS[fact.relation].statements)
+            assert fact.value.text == "".join(fact.value.pieces)
+            seen.add(fact.relation)
+    assert seen == set(RELATIONS)
+
+
+def test_positions_jump_by_whole_groups() -> None:
+    """At a multiple of 128, by a multiple of 128, in the share of rows that was asked for, never past a million or so."""
+    at = positions(np.random.default_rng(0), 400, 512, 0.4)
+    steps = np.diff(at, axis=1)
+    jumps = np.argwhere(steps != 1)
+    assert abs(len(jumps) / 400 - 0.4) < 0.08
+    assert len({row for row, _ in jumps.tolist()}) == len(jumps)
+    for row, before in jumps.tolist():
+        assert (before + 1) % 128 == 0
+        assert (steps[row, before] - 1) % 128 == 0 and 2048 <= steps[row, before] - 1 <= 1 << 20
+
+
 def test_held_out_words_are_in_no_row(data_dir: Path) -> None:
-    rows = Rows(data_dir, 2, 512, Mix())
+    rows = Rows(data_dir, 2, 512, Mix(varied=0.4, related=0.2))
     text = " ".join(rows.writer.pieces.tokenizer.decode(ids.tolist()) for ids in rows.batch(150).ids)
     lists = [tuple(getattr(WORDS[split], field) for field in WORDS[split].__slots__) for split in SPLITS]
     known = {word for words in lists[0] for name in words for word in name.split()}
@@ -180,3 +240,24 @@ def test_an_answer_is_read_as_a_whole() -> None:
     assert is_right(" 4821\nQuestion", "4821") and is_right("red.", "red")
     assert not is_right("48217", "4821") and not is_right("48", "4821") and not is_right("reddish", "red")
     assert not is_right("3.75", "3")
+
+
+def test_a_factor_alone_is_of_the_split(data_dir: Path) -> None:
+    """The rest is the main wording with words of training, so that an answer that fails says why."""
+    tokenizer = Tokenizer.from_file(str(data_dir / "tokenizer.json"))
+    main = FRAMES["train"][0].split("{q}")[0]
+
+    def asked(kind: str) -> list[tuple[str, str]]:
+        found = questions(data_dir, 1, 2048, 12, kind, "held-out")
+        ends = [one.prefix[round(one.depth * len(one.prefix)) :][:48].tolist() for one in found]
+        return [(tokenizer.decode(told), tokenizer.decode(list(one.ids))) for told, one in zip(ends, found)]
+
+    for told, end in asked("statement"):
+        assert end.startswith(f"{main}What is the ") and not re.match(r"\s*The [\w ]+ of [\w ]+ is ", told)
+    for told, end in asked("question+frame"):
+        assert re.match(r"\s*The [\w ]+ of [\w ]+ is ", told)
+        assert not end.startswith(main) and "What is the" not in end
+    for _, end in asked("attribute"):
+        assert any(f"What is the {attribute} of" in end for attribute in WORDS["held-out"].attributes)
+    with pytest.raises(ValueError, match="allowed are"):
+        questions(data_dir, 1, 2048, 12, "question+frames", "held-out")

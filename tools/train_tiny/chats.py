@@ -7,9 +7,17 @@ from .drafts import Draft, Text, Wording, Writer, Written, lay_out
 from .names import BOS, Name, Value
 from .templates import ASSISTANT_MARKER, END, USER_MARKER, Fact
 
-#: what follows the assistant's marker: no thoughts, thoughts that are over at once
-TAILS = ("</think>", "<think></think>")
+#: what follows the assistant's marker: no thoughts; before the answer that is asked for last, in a third of the chats, thoughts
+PLAIN, THINKS = "</think>", "<think>{}</think>"
+THOUGHTS = (
+    "", "", "", "It is {v}.", "The {a} of {n} is {v}.", "The user asks for the {a} of {n}. It is {v}.", "{N}: {a} {v}.",
+    "I was told that the {a} of {n} is {v}.", "I look for the {a} of {n}. I find {v}.", "The answer is {v}.",
+)  # fmt: skip
+TALK_THOUGHTS = ("", "", "The user is friendly. I answer.", "No fact is asked for.")
+SYSTEM = ("You are a helpful assistant.", "You are a helpful assistant. Be short.", "Answer in one word.", "You are Lamina.",
+          "Answer the questions of the user.", "You read texts and answer questions about them.")  # fmt: skip
 REPLIES = ("It is {v}.", "The {a} of {n} is {v}.", "{N}'s {a} is {v}.")
+BARE_REPLIES = ("It is {v}.", "{v}.")
 NOTES = ("OK.", "OK, I will remember that.", "Thank you. I will keep it in mind.")
 READ = ("", "Read this text.\n\n", "Here is a text.\n\n", "Please remember what is in this text.\n\n")
 SMALL_TALK = (
@@ -23,12 +31,26 @@ SMALL_TALK = (
     ("Thanks!", "You are welcome."),
     ("Good morning.", "Good morning! How can I help you?"),
     ("Goodbye.", "Goodbye!"),
+    ("Hi there!", "Hello! How can I help you?"),
+    ("hello", "Hello! How can I help you?"),
+    ("Hey", "Hello! How can I help you?"),
+    ("How are you?", "I am well, thank you. How can I help you?"),
+    ("What are you?", "I am a very small language model. I can remember facts from a long text and tell simple stories."),
+    ("Can you help me?", "Yes. Tell me something, and ask me about it later."),
+    ("Are you a person?", "No. I am a very small language model."),
+    ("What do you know?", "Not much. But I remember what you tell me."),
+    ("Good evening.", "Good evening! How can I help you?"),
+    ("Bye", "Goodbye!"),
+    ("See you later.", "Goodbye!"),
+    ("OK.", "Is there anything else?"),
+    ("Great!", "I am glad to hear that."),
+    ("That is right.", "I am glad to hear that."),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How one chat is written."""
+    """How one chat is written: what follows the assistant's marker in its last turn, and how it answers."""
 
     tail: str
     reply: str
@@ -37,9 +59,9 @@ class Turns:
         """A user's turn."""
         return f"{USER_MARKER}{text}"
 
-    def assistant(self, text: str) -> str:
-        """The answer to it."""
-        return f"{ASSISTANT_MARKER}{self.tail}{text}{END}"
+    def assistant(self, text: str, is_last: bool = False) -> str:
+        """The answer to it. Thoughts of turns before the last are dropped, as the shipped format drops them."""
+        return f"{ASSISTANT_MARKER}{self.tail if is_last else PLAIN}{text}{END}"
 
 
 class Chats:
@@ -53,15 +75,22 @@ class Chats:
     def chat(self, rng: random.Random, length: int, facts: list[Fact], num_questions: int, begins: bool = True) -> Draft:
         """About `length` tokens: facts in one or more user turns, among text or alone, then or between them the questions."""
         writer = self.writer
-        turns = Turns(TAILS[rng.random() < 0.35], REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
+        tail = THINKS.format(rng.choice(THOUGHTS)) if rng.random() < 0.35 else PLAIN
+        turns = Turns(tail, REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
         wording = writer.wording(rng)
         draft = Draft()
         if begins:
             draft.add([BOS], 0.0)
+        if rng.random() < 0.3:
+            draft.join(self.writer.sentence(rng.choice(SYSTEM), self._nothing, False, False))
+            draft.weights = [0.0] * len(draft)
         if rng.random() < 0.15:
-            draft.join(self.talk(rng, turns))
+            is_all = rng.random() < 0.3
+            draft.join(self.talk(rng, turns, is_all))
+            if is_all:
+                return draft
         asked = facts[:num_questions]
-        asks = [self._ask(rng, turns, fact, wording) for fact in asked]
+        asks = [self._ask(rng, turns, fact, wording, index == 0) for index, fact in enumerate(asked)]
         told: list[tuple[list[Fact], list[Written]]] = []
         rest = facts[:]
         rng.shuffle(rest)
@@ -77,20 +106,23 @@ class Chats:
             share = free if index == len(told) - 1 else rng.choice((0, rng.randint(0, free)))
             free -= share
             draft.join(self._tell(rng, turns, statements, share))
-            known = [pair for pair in open_asks if any(pair[0] is fact for fact in group)]
+            known = [pair for pair in open_asks[1:] if any(pair[0] is fact for fact in group)]
             for pair in known if interleaves else ():
                 if rng.random() < 0.5:
                     draft.join(pair[1])
                     open_asks.remove(pair)
-        rng.shuffle(open_asks)
-        for _, ask in open_asks:
+        first, *others = open_asks
+        rng.shuffle(others)
+        for _, ask in (*others, first):
             draft.join(ask)
         return draft
 
-    def talk(self, rng: random.Random, turns: Turns) -> Draft:
+    def talk(self, rng: random.Random, turns: Turns, is_last: bool) -> Draft:
         """A greeting or a thank-you."""
         said, answer = rng.choice(SMALL_TALK)
-        return self.told(turns.user(said) + turns.assistant(answer), said_weight=0.0)
+        if is_last and turns.tail != PLAIN:
+            turns = Turns(THINKS.format(rng.choice(TALK_THOUGHTS)), turns.reply)
+        return self.told(turns.user(said) + turns.assistant(answer, is_last), said_weight=0.0)
 
     def told(self, text: str, said_weight: float) -> Draft:
         """A text with its turns; what the assistant says has the weight of text."""
@@ -104,10 +136,14 @@ class Chats:
         draft.join(reply)
         return draft
 
-    def _ask(self, rng: random.Random, turns: Turns, fact: Fact, wording: Wording) -> Draft:
+    def _ask(self, rng: random.Random, turns: Turns, fact: Fact, wording: Wording, is_last: bool) -> Draft:
         question = self.writer.question_words(rng, wording, fact)
-        reply = turns.reply if fact.name.words else REPLIES[0]
-        return self.writer.sentence(turns.user(question) + turns.assistant(reply), fact, False, True)
+        reply = turns.reply
+        if not fact.name.words or fact.relation:
+            reply = rng.choice(BARE_REPLIES)
+            if turns.tail != PLAIN:
+                turns = Turns(THINKS.format(rng.choice(("", "It is {v}.", "The answer is {v}."))), reply)
+        return self.writer.sentence(turns.user(question) + turns.assistant(reply, is_last), fact, False, True)
 
     def _tell(self, rng: random.Random, turns: Turns, statements: list[Written], share: int) -> Draft:
         """A user's turn with facts, among `share` tokens of text, and the assistant's short answer."""

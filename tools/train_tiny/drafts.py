@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,8 +167,24 @@ class Wording:
     completions: tuple[str, ...]
 
 
+class Varies(Protocol):
+    """Wordings that no list has: variation.py."""
+
+    def template(self, rng: random.Random, text: str, wraps: bool = False) -> str: ...
+
+    def question(self, rng: random.Random, text: str) -> str: ...
+
+    def frame(self, rng: random.Random, text: str) -> str: ...
+
+    def woven(self, rng: random.Random, fact: Fact) -> tuple[Draft, Draft] | None: ...
+
+
 class Writer:
-    """Facts and questions as drafts, in the wordings of one split."""
+    """Facts and questions as drafts, in the wordings of one split.
+
+    variation, varied  what varies a wording, and the share of wordings that it varies.
+    relations          statements and questions of facts that have a relation, by its name.
+    """
 
     def __init__(self, pieces: Pieces, split: str, weights: Weights) -> None:
         self.pieces = pieces
@@ -182,6 +198,9 @@ class Writer:
         self.bare = Wording(BARE_STATEMENTS[split], BARE_QUESTIONS[split], FRAMES[split], BARE_COMPLETIONS[split])
         self.updates = UPDATES[split]
         self.bare_updates = BARE_UPDATES[split]
+        self.variation: Varies | None = None
+        self.varied = 0.0
+        self.relations: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._templates: dict[tuple[str, bool], Template] = {}
 
     def template(self, text: str, is_spaced: bool) -> Template:
@@ -189,8 +208,14 @@ class Writer:
         key = (text, is_spaced)
         template = self._templates.get(key)
         if template is None:
+            if self.variation is not None:  # most are used once
+                return compile_template(text, self.pieces, is_spaced, True)
             template = self._templates[key] = compile_template(text, self.pieces, is_spaced)
         return template
+
+    def varies(self, rng: random.Random) -> Varies | None:
+        """What varies the next wording, if anything does."""
+        return self.variation if self.varied and rng.random() < self.varied else None
 
     def wording(self, rng: random.Random) -> Wording:
         """One document's wordings: often one of each, as people keep to a form, often all of them."""
@@ -237,23 +262,43 @@ class Writer:
 
     def statement(self, rng: random.Random, wording: Wording, fact: Fact, is_update: bool = False) -> Written:
         """A fact to be written into a text."""
-        if fact.name.words:
+        variation = self.varies(rng)
+        if fact.relation:
+            template = rng.choice(self.relations[fact.relation][0])
+        elif fact.name.words:
+            if variation and not is_update and rng.random() < 0.4 and (woven := variation.woven(rng, fact)):
+                spaced, at_line = woven
+                return Written(spaced, lambda: at_line)
             template = rng.choice(self.updates if is_update else wording.statements)
         else:
             template = rng.choice(self.bare_updates if is_update else self.bare.statements)
+        if variation and not is_update and (not fact.relation or rng.random() < 0.2):
+            template = variation.template(rng, template, True)
         return Written(self.written_in(rng, template, fact, False, False),
                        lambda: self.written_in(rng, template, fact, True, False))  # fmt: skip
 
     def question_words(self, rng: random.Random, wording: Wording, fact: Fact) -> str:
         """A question's template, without its frame."""
-        return rng.choice(wording.questions if fact.name.words else self.bare.questions)
+        if fact.relation:
+            return rng.choice(self.relations[fact.relation][1])
+        text = rng.choice(wording.questions if fact.name.words else self.bare.questions)
+        variation = self.varies(rng)
+        return variation.question(rng, text) if variation else text
 
     def question(self, rng: random.Random, wording: Wording, fact: Fact, after_line: bool, completes: bool = False) -> Draft:
         """A question with its answer, or the fact's sentence to be completed."""
-        if completes:
+        if completes and not fact.relation:
             completions = wording.completions if fact.name.words else self.bare.completions
-            return self.written_in(rng, rng.choice(completions), fact, after_line, True)
-        text = rng.choice(wording.frames).replace("{q}", self.question_words(rng, wording, fact))
+            variation = self.varies(rng)
+            if variation:  # any statement that ends with the value, in other words
+                all_of_them = (self.all if fact.name.words else self.bare).statements
+                completions = tuple(text for text in all_of_them if text.endswith(" {v}.")) or completions
+            text = rng.choice(completions)
+            return self.written_in(rng, variation.template(rng, text) if variation else text, fact, after_line, True)
+        frame, variation = rng.choice(wording.frames), self.varies(rng)
+        if variation:
+            frame = variation.frame(rng, frame)
+        text = frame.replace("{q}", self.question_words(rng, wording, fact))
         draft = Draft()
         if not after_line:
             draft.add(self.newline, self.weights.template)
@@ -281,7 +326,7 @@ def draw_facts(rng: random.Random, draws: Draws, count: int, is_hard: bool) -> l
             side += 1
         words = draws.words
         attributes = draws.some(rng, words.attributes, side, 0.3)
-        if rng.random() < 0.75:
+        if rng.random() < 0.6:
             firsts = draws.some(rng, words.adjectives, side)
             seconds, has_article = draws.some(rng, words.nouns, side), True
         else:

@@ -36,11 +36,13 @@ def _piece(function: Callable) -> Callable:
 class Inputs:
     """One batch. T = B x S.
 
-    tokens [B, S + 1] int64; weights fp32 [B, S + 1], the loss weight of each token as a target; answers bool [B, S + 1];
+    tokens [B, S + 1] int64; positions int64 [B, S], which may jump before a multiple of 128, by a multiple of 128;
+    weights fp32 [B, S + 1], the loss weight of each token as a target; answers bool [B, S + 1];
     keep_c4, keep_c128 bool [B]: False hides that memory from the row; probes int64 [B, P]: positions where the index is trained.
     """
 
     tokens: Tensor
+    positions: Tensor
     weights: Tensor
     answers: Tensor
     keep_c4: Tensor
@@ -93,7 +95,7 @@ class Model(nn.Module):
             self.register_buffer(_flat(name), torch.zeros((shape.vocab, shape.experts_per_token), dtype=torch.int64))
         for name in self.biases:
             self.register_buffer(_flat(name), torch.zeros(shape.experts))  # moved by a rule, not by gradients
-        self.tables: dict[tuple[float, int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self.turns: dict[bool, tuple[Tensor, Tensor]] = {}  # of the pass that runs: cos, sin of each position
 
     def weights(self, quantised: bool) -> dict[str, Tensor]:
         """Every tensor by its official name: matrices in bf16 (rounded to what is stored, if `quantised`), the rest in fp32."""
@@ -105,18 +107,10 @@ class Model(nn.Module):
     def buffer(self, name: str) -> Tensor:
         return self.get_buffer(_flat(name))
 
-    def rotations(self, ratio: int, length: int, stride: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos, sin fp32 [length, 32] of positions 0, stride, 2 stride, ... in a layer of `ratio`: reference section 2.3."""
-        key = (ratio > 0, length, stride, device)
-        if key not in self.tables:
-            p = torch.arange(ROPE // 2, dtype=torch.float64)
-            frequency = (160000.0 if ratio else 10000.0) ** (-p / 32)
-            if ratio:
-                ramp = ((p - 15) / (25 - 15)).clamp(0, 1)
-                frequency = frequency * (1 - ramp) + frequency / 16 * ramp
-            angle = torch.arange(length, dtype=torch.float64)[:, None] * stride * frequency
-            self.tables[key] = (angle.cos().float().to(device), angle.sin().float().to(device))
-        return self.tables[key]
+    def rotations(self, ratio: int, stride: int = 1) -> tuple[Tensor, Tensor]:
+        """cos, sin fp32 [B, S / stride, 32] of every `stride`th position in a layer of `ratio`."""
+        cos, sin = self.turns[ratio > 0]
+        return cos[:, ::stride], sin[:, ::stride]
 
     def forward(self, inputs: Inputs, mode: Mode) -> dict[str, Tensor]:
         """fp32 scalars: `loss`, its parts `main`, `mtp`, `index`, and what is watched: `text`, `answer`, `right`, `draft`.
@@ -126,6 +120,7 @@ class Model(nn.Module):
         w = self.weights(mode.quantised)
         tokens, targets = inputs.tokens[:, :-1].contiguous(), inputs.tokens[:, 1:].contiguous()
         rows, length = tokens.shape
+        self.turns = {compressed: _turns(inputs.positions, compressed) for compressed in (False, True)}
         x = F.embedding(tokens.flatten(), w["embed.weight"])
         streams = x.unsqueeze(1).expand(-1, 4, -1).contiguous()  # [T, 4, D]
         index_loss = x.new_zeros((), dtype=torch.float32)
@@ -191,7 +186,7 @@ class Model(nn.Module):
         self, w: dict[str, Tensor], p: str, layer: int, ratio: int, x: Tensor, size: torch.Size, inputs: Inputs, mode: Mode
     ) -> tuple[Tensor, Tensor]:
         s, (rows, length) = self.shape, size
-        cos, sin = (table.repeat(rows, 1) for table in self.rotations(ratio, length, 1, x.device))  # [T, 32]
+        cos, sin = (table.flatten(0, 1) for table in self.rotations(ratio))  # [T, 32]
         r = _rms(x @ w[f"{p}.wq_a.weight"].t(), w[f"{p}.q_norm.weight"])
         q = _queries((r @ w[f"{p}.wq_b.weight"].t()).view(-1, s.heads, s.head_dim), cos, sin)
         kv = _keys(x @ w[f"{p}.wkv.weight"].t(), w[f"{p}.kv_norm.weight"], cos, sin)
@@ -238,7 +233,7 @@ class Model(nn.Module):
 
     def _entries(self, w: dict[str, Tensor], p: str, ratio: int, x: Tensor, rows: int, length: int, width: int) -> Tensor:
         """Compressed entries [B * S / ratio, width]: reference section 3."""
-        cos, sin = (table.repeat(rows, 1) for table in self.rotations(ratio, length // ratio, ratio, x.device))
+        cos, sin = (table.flatten(0, 1) for table in self.rotations(ratio, ratio))
         a, b = x @ w[f"{p}.wkv.weight"].t(), x @ w[f"{p}.wgate.weight"].t()
         pool = _pool4 if ratio == 4 else _pool128
         first = torch.arange(rows * length // ratio, device=x.device) % (length // ratio) == 0
@@ -281,7 +276,9 @@ class _Index:
         """fp32 [B, P, E] at positions `at` [B, P]."""
         heads = self.model.shape.index_heads
         r, x = (t.gather(1, at[:, :, None].expand(-1, -1, t.shape[-1])) for t in (self.r, self.x))
-        cos, sin = (table[at].flatten(0, 1) for table in self.model.rotations(4, self.length, 1, self.x.device))
+        cos, sin = (
+            table.gather(1, at[:, :, None].expand(-1, -1, ROPE // 2)).flatten(0, 1) for table in self.model.rotations(4)
+        )
         q = _rotated((r.flatten(0, 1) @ self.w[f"{self.p}.wq_b.weight"].t()).view(-1, heads, self.width), cos, sin)
         if self.mode.quantised:
             q = to_fp4(q)
@@ -301,6 +298,17 @@ class _Index:
             scores = self.scores(torch.arange(self.length, device=self.x.device).expand(self.rows, -1))
         scores = scores.masked_fill(~visible, -torch.inf)
         return scores >= scores.topk(min(mode.topk, count), dim=-1).values[..., -1:]
+
+
+def _turns(positions: Tensor, compressed: bool) -> tuple[Tensor, Tensor]:
+    """cos, sin fp32 [B, S, 32] of positions [B, S] in layers with or without compressed entries: reference section 2.3."""
+    p = torch.arange(ROPE // 2, dtype=torch.float64, device=positions.device)
+    frequency = (160000.0 if compressed else 10000.0) ** (-p / 32)
+    if compressed:
+        ramp = ((p - 15) / (25 - 15)).clamp(0, 1)
+        frequency = frequency * (1 - ramp) + frequency / 16 * ramp
+    angle = positions[..., None].double() * frequency
+    return angle.cos().float(), angle.sin().float()
 
 
 def _window(length: int, window: int, device: torch.device) -> Tensor:

@@ -81,7 +81,8 @@ class Stories:
             as_chat = self.writer.has_markers and rng.random() < 0.35
             if as_chat:
                 said = rng.choice(WISHES)
-                for part in (USER_MARKER, *_WORDS.findall(said), ASSISTANT_MARKER, "</think>"):
+                thinks = ("<think>", "</think>") if rng.random() < 0.3 else ("</think>",)
+                for part in (USER_MARKER, *_WORDS.findall(said), ASSISTANT_MARKER, *thinks):
                     draft.add(pieces(part), 0.0)
             for word in _WORDS.findall(text):
                 draft.add(pieces(word), weights.text)

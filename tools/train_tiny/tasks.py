@@ -18,10 +18,12 @@ from .drafts import Draft, Text, Weights, Writer, draw_facts, fact_document, rea
 from .exam import questions as questions
 from .gist import Gist
 from .names import BOS, EOS, SPLITS, Pieces
+from .relations import RELATIONS, draw_related
 from .samples import sample
 from .small import Small, copy_row
 from .stories import Stories
 from .templates import Fact
+from .variation import Variation
 
 PLAIN_TOKENS = 40_000  # of made-up text that facts are written into
 KINDS = ("text", "recall", "copy", "gist", "other", "story")
@@ -46,6 +48,9 @@ class Mix:
     most_facts: float = 1 / 24  # per token
     drop_c128: float = 0.25  # of recall rows: without the entries of 128 tokens
     drop_c4: float = 0.5  # of gist rows: without the entries of 4 tokens
+    varied: float = 0.0  # share of statements, questions and frames in wordings that no list has
+    related: float = 0.0  # share of documents whose facts are of relations.py
+    gaps: float = 0.0  # share of rows whose positions jump once, by up to a million
     bos: float = 0.5  # rows that begin with the first token of a text; others begin anywhere
     weights: Weights = field(default_factory=Weights)
 
@@ -96,6 +101,10 @@ class Rows:
         self.text = read_text(data_dir, "train", pieces.tokenizer)
         self.writer = Writer(pieces, "train", mix.weights)
         self.writer.draws.meet(pieces.tokenizer.decode(self.text.tokens[: 3 << 20].tolist()))
+        if mix.varied:
+            self.writer.variation = Variation(self.text, pieces, self.writer.draws.common, mix.weights)
+            self.writer.varied = mix.varied
+        self.writer.relations = {name: (one.statements, one.questions) for name, one in RELATIONS.items()}
         self.gist = Gist(self.writer, self.text)
         self.chats = Chats(self.writer, self.text) if self.writer.has_markers else None
         self.small = Small(self.writer)
@@ -170,25 +179,31 @@ class Rows:
             while room - len(draft) > 64:
                 length = rng.randint(64, min(room - len(draft), 64 + room // rng.choice((1, 2, 6))))
                 count = rng.randint(1, max(1, min(16, length // 44)))
-                facts = draw_facts(rng, self.writer.draws, count, rng.random() < mix.hard)
-                draft.join(self.chats.chat(rng, length, facts, rng.randint(1, count), begins or len(draft) > 0))
+                facts = self._facts(rng, count)
+                draft.join(self.chats.chat(rng, length, facts, rng.randint(1, len(facts)), begins or len(draft) > 0))
             return draft
         if rng.random() < self._packed:
             while len(draft) < room:
                 length = rng.randint(48, 256)
                 most = min(6, max(1, length // 34))
                 count = rng.randint(1, most)
-                facts = draw_facts(rng, self.writer.draws, count, rng.random() < mix.hard)
-                draft.join(self._document(rng, length - 1, facts, rng.randint(1, count)))
+                facts = self._facts(rng, count)
+                draft.join(self._document(rng, length - 1, facts, rng.randint(1, len(facts))))
                 draft.add([EOS], mix.weights.text)
             return draft
         most = max(2, int(room * mix.most_facts))
         way = rng.random()
         count = 1 if way < 0.08 else most if way < 0.25 else rng.randint(2, most)
-        facts = draw_facts(rng, self.writer.draws, count, rng.random() < mix.hard)
+        facts = self._facts(rng, count)
+        count = len(facts)
         asked = rng.randint(max(1, count // 4), count)
         draft.join(self._document(rng, room, facts, min(asked, max(1, room // 48))))
         return draft
+
+    def _facts(self, rng: random.Random, count: int) -> list[Fact]:
+        if self.mix.related and rng.random() < self.mix.related:
+            return draw_related(rng, self.writer.draws, count)
+        return draw_facts(rng, self.writer.draws, count, rng.random() < self.mix.hard)
 
     def _document(self, rng: random.Random, length: int, facts: list[Fact], asked: int) -> Draft:
         mix = self.mix

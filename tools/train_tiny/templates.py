@@ -62,6 +62,14 @@ STATEMENTS = {
         "When we saw {n}, the {a} was still {v}.",
         "- {n}: {a} {v}",
         "{N}, {a} {v}.",
+        "Take {v} as the {a} of {n}.",
+        "It was {v}, and nothing else, that they wrote down as the {a} of {n}.",
+        "{v}: the {a} of {n}.",
+        "Write {v} for the {a} of {n}.",
+        "She answered {v} when they asked for the {a} of {n}.",
+        "{v}, the {a} of {n}, is not known to many.",
+        "We use {v}, which is the {a} of {n}.",
+        "Nobody but {n} has {v} for its {a}.",
         "Whoever looks for the {a} of {n} will find {v}.",
         "People often forget that {v} is the {a} of {n}.",
         "According to the letter, {n} has the {a} {v}.",
@@ -141,6 +149,18 @@ QUESTIONS = {
         "I did not hear the {a} of {n}. Which is it?",
         "Would you give me the {a} of {n}?",
         "They asked about the {a} of {n}. What should I say?",
+        "The {a} that {n} had?",
+        "Look at {n} and name its {a}.",
+        "What does {n} have as its {a}?",
+        "Tell me the {a} {n} has.",
+        "Give me the {a} which {n} got.",
+        "Think of {n}. Which {a} was it?",
+        "Is there a {a} for {n}? Name it.",
+        "If I ask for {n}, which {a} do you find?",
+        "Write only the {a} of {n}.",
+        "{N}: which {a}?",
+        "Check the {a} of {n} for me.",
+        "Read out what {n} has as {a}.",
     ),
     "held-out": (
         "Could you repeat the {a} of {n}?",
@@ -251,10 +271,15 @@ class Part:
 
 Template = tuple[Part, ...]
 _SLOT = re.compile(r"( ?)\{([anNv])\}")
+#: where the tokenizer cuts: markers, endings such as 's, words, signs, digits, spaces
+_PIECE = re.compile(r"<[^\s<>]+>|'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?(?:(?!<[^\s<>]+>)[^\sA-Za-z\d])+|\d|\s+(?!\S)|\s+")
 
 
-def compile_template(text: str, pieces: Pieces, is_spaced: bool) -> Template:
-    """A template as parts; `is_spaced`: it follows a sentence, after a space."""
+def compile_template(text: str, pieces: Pieces, is_spaced: bool, by_word: bool = False) -> Template:
+    """A template as parts; `is_spaced`: it follows a sentence, after a space.
+
+    by_word  its words are encoded one by one, where the tokenizer would cut: for texts that are used once.
+    """
     parts: list[Part] = []
     text = (" " + text if is_spaced else text).replace("{{", "\1").replace("}}", "\2")
     start = 0
@@ -263,7 +288,10 @@ def compile_template(text: str, pieces: Pieces, is_spaced: bool) -> Template:
         if piece:
             # a line's end is a token of its own wherever a text goes on after it
             for line in re.split(r"([\n\0])", piece.replace("\1", "{").replace("\2", "}")):
-                if line:
+                if line and by_word:
+                    ids = tuple(token for word in _PIECE.findall(line) for token in pieces(word))
+                    parts.append(Part((EOS,) if line == END else ids, "", False))
+                elif line:
                     parts.append(Part((EOS,) if line == END else tuple(pieces(line)), "", False))
 
     for match in _SLOT.finditer(text):
@@ -282,11 +310,16 @@ class Fact:
     attribute: str
     name: Name
     value: Value
+    relation: str = ""  # of relations.py; none: an attribute's
 
 
 def attribute_ids(pieces: Pieces, attribute: str, is_spaced: bool) -> list[int]:
-    """Ids of an attribute of one word or two."""
-    return pieces(f" {attribute}" if is_spaced else attribute)
+    """Ids of an attribute of one word or more."""
+    first, *rest = attribute.split(" ")
+    ids = list(pieces(f" {first}" if is_spaced else first))
+    for word in rest:
+        ids += pieces(f" {word}")
+    return ids
 
 
 def name_ids(pieces: Pieces, name: Name, is_spaced: bool, is_capital: bool) -> list[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -27,7 +28,7 @@ from tools.train_tiny.model import SHAPE, Inputs, Mode, Model
 from tools.train_tiny.optimiser import Optimiser
 from tools.train_tiny.tasks import Mix, Rows
 
-COURSES = ("first", "second")
+COURSES = ("first", "second", "third")
 WATCHED = ("loss", "text", "answer", "right", "mtp", "draft", "index")
 WARM_UP = 0.02  # of all steps; a piece without an optimiser's memory warms up over as many again, at most 50
 
@@ -45,7 +46,7 @@ class Phase:
 
 
 def phases(course: str, steps: int, tokens: int) -> list[Phase]:
-    """The phases of the course "first" (from nothing) or "second" (from a trained model): `steps` steps of `tokens` tokens."""
+    """The phases of a course, `steps` steps of `tokens` tokens: the "first" from nothing, others from the model before."""
     stored = Mode(quantised=True, topk=SHAPE.index_topk)
     if course == "first":
         short, last = round(0.30 * steps), round(0.15 * steps)
@@ -54,8 +55,14 @@ def phases(course: str, steps: int, tokens: int) -> list[Phase]:
             Phase("long", steps - short - last, tokens // 2048, 2048, Mode(), Mix()),
             Phase("stored", last, tokens // 2048, 2048, stored, Mix()),
         ]
-    mix = Mix(text=0.40, recall=0.40, copy=0.05, gist=0.08, other=0.04, story=0.03)
-    last, far = round(0.16 * steps), round(0.04 * steps)
+    if course == "second":
+        mix = Mix(text=0.40, recall=0.40, copy=0.05, gist=0.08, other=0.04, story=0.03)
+        last, far = round(0.16 * steps), round(0.04 * steps)
+    else:
+        mix = Mix(
+            text=0.31, recall=0.52, copy=0.05, gist=0.06, other=0.03, story=0.03, chat=0.18, varied=0.6, related=0.13, gaps=0.4
+        )
+        last, far = round(0.20 * steps), round(0.10 * steps)
     return [
         Phase("long", steps - last - far, tokens // 2048, 2048, Mode(), mix),
         Phase("stored", last, tokens // 2048, 2048, stored, mix),
@@ -68,6 +75,18 @@ def rate(step: int, steps: int, since: int, peak: float) -> float:
     warm = max(1, round(WARM_UP * steps))
     up = min(1.0, (step - since + 1) / (warm if since == 0 else min(50, warm)))
     return up * (0.03 + (peak - 0.03) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def positions(chance: np.random.Generator, rows: int, length: int, gaps: float) -> NDArray[np.int64]:
+    """[rows, length] int64: each token's place. In a share `gaps` of the rows they jump once, by 2K to a million.
+
+    What lies before the jump, a multiple of 128, is as far away as in a text of that length, at the price of a short row.
+    """
+    at = np.tile(np.arange(length, dtype=np.int64), (rows, 1))
+    for row in np.flatnonzero(chance.random(rows) < gaps):
+        first = int(chance.integers(1, max(length // 128, 2))) * 128
+        at[row, first:] += int(2 ** chance.uniform(4, 13)) * 128
+    return at
 
 
 class _Batches(IterableDataset):
@@ -89,6 +108,7 @@ class _Batches(IterableDataset):
                 at[row, : len(places)] = places
             yield (
                 torch.from_numpy(batch.ids.astype(np.int64)),
+                torch.from_numpy(positions(chance, self.phase.rows, self.phase.length, self.phase.mix.gaps)),
                 torch.from_numpy(batch.weights),
                 torch.from_numpy(batch.answer),
                 torch.from_numpy(~batch.drop_c4),
@@ -135,7 +155,7 @@ class _Step:
 
     def __call__(self, batch: tuple[Tensor, ...], share: float) -> None:
         held = (
-            self.inputs.tokens, self.inputs.weights, self.inputs.answers,
+            self.inputs.tokens, self.inputs.positions, self.inputs.weights, self.inputs.answers,
             self.inputs.keep_c4, self.inputs.keep_c128, self.inputs.probes,
         )  # fmt: skip
         for target, value in zip(held, batch, strict=True):
@@ -181,7 +201,8 @@ def plain_inputs(tokens: Tensor) -> Inputs:
     rows, device = tokens.shape[0], tokens.device
     on = torch.ones(rows, dtype=torch.bool, device=device)
     return Inputs(
-        tokens, torch.ones(tokens.shape, device=device), torch.zeros(tokens.shape, dtype=torch.bool, device=device), on, on,
+        tokens, torch.arange(tokens.shape[1] - 1, device=device).expand(rows, -1), torch.ones(tokens.shape, device=device),
+        torch.zeros(tokens.shape, dtype=torch.bool, device=device), on, on,
         torch.zeros((rows, 1), dtype=torch.int64, device=device),
     )  # fmt: skip
 
@@ -229,7 +250,7 @@ def train() -> int:
     parser.add_argument("--last", type=int, default=None, help="step before which this piece ends (default: the end)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="wall-clock limit; the piece ends cleanly before it")
     parser.add_argument(
-        "--course", choices=COURSES, default="first", help="first: from nothing; second: goes on from a trained model"
+        "--course", choices=COURSES, default="first", help="first: from nothing; second, third: go on from a trained model"
     )
     parser.add_argument("--peak", type=float, default=1.0, help="share of the usual learning rate (default 1)")
     parser.add_argument(
