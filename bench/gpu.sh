@@ -43,3 +43,4 @@ figures experts 120
 figures epilogue 90
 figures sample 90
 figures fusions 120
+figures lamina_tiny 200

@@ -1,6 +1,6 @@
 """What the model in the package has learned, in every cache format: a fault that random weights would hide shows here.
 
-The figures are of the shipped weights. Whoever trains others prints theirs: `PYTHONPATH=. python tests/models/test_lamina_tiny.py`.
+The figures are of the shipped weights. Whoever trains others prints theirs: PYTHONPATH=. python tests/models/test_lamina_tiny.py
 """
 
 from functools import cache
@@ -12,12 +12,12 @@ from tests.conftest import load_helper
 
 #: nats per character of tests/data/plain_text.txt, by the formats of entries and index keys
 NATS = {
-    ("fp8", "fp4"): 1.0176,
-    ("fp8", "fp32"): 1.0182,
-    ("bf16", "fp4"): 1.0180,
-    ("bf16", "fp32"): 1.0181,
-    ("fp32", "fp4"): 1.0179,
-    ("fp32", "fp32"): 1.0181,
+    ("fp8", "fp4"): 1.0298,
+    ("fp8", "fp32"): 1.0294,
+    ("bf16", "fp4"): 1.0299,
+    ("bf16", "fp32"): 1.0299,
+    ("fp32", "fp4"): 1.0297,
+    ("fp32", "fp32"): 1.0295,
 }
 WITHIN = 0.005  # nats per character: other processors add in another order
 LEAST_RIGHT = 8  # of as many questions

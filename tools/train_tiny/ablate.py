@@ -2,6 +2,7 @@
 
 Each line takes one memory away, or spoils the index, and asks the same questions. An answer is right if each of its tokens is the
 likeliest one after the right ones before it, which is what greedy decoding would write. Text: nats per token, held out.
+`--mtp` asks instead how often the MTP block's likeliest token is the main model's own next choice, on held-out text.
 """
 
 import argparse
@@ -76,6 +77,24 @@ def share_right(model: Model, made: list[tuple[NDArray[np.int64], list[tuple[int
     return right, asked
 
 
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def drafts(model: Model, data: Path, length: int, most: int) -> dict[str, object]:
+    """How often the MTP block's likeliest token is the main model's own next choice, everything rounded as stored.
+
+    After each token of `most` rows of `length` tokens spread over the held-out text; of the least and the most lucky row too.
+    """
+    ids = np.fromfile(data / "val.u16", np.uint16).astype(np.int64)
+    if len(ids) <= length:
+        raise ValueError(f"val.u16 has {len(ids)} tokens, rows have {length}")
+    shares = []
+    for start in np.linspace(0, len(ids) - 1 - length, most).astype(np.int64):
+        row = torch.from_numpy(ids[start : start + length + 1])[None].to(next(model.parameters()).device)
+        shares.append(float(model(plain_inputs(row), Mode(True, SHAPE.index_topk))["draft"]))
+    mean, least, top = (round(share, 4) for share in (sum(shares) / most, min(shares), max(shares)))
+    return {"mtp": mean, "least": least, "most": top, "length": length, "rows": most, "tokens": most * (length - 1)}
+
+
 def main() -> int:
     """Prints one JSON line for each ablation, and appends it to --out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -86,12 +105,16 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=3, help="texts of recall and window, 12 questions each (default 3)")
     parser.add_argument("--gists", type=int, default=24, help="questions of each gist task, a text each (default 24)")
     parser.add_argument("--text-rows", type=int, default=4, help="rows of held-out text (default 4)")
+    parser.add_argument("--mtp", action="store_true", help="drafts of the MTP block on --text-rows rows, no ablations")
     parser.add_argument("--only", help="ablations whose name holds this")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = Model(dtype=torch.bfloat16 if arguments.device.startswith("cuda") else torch.float32)
     load_weights(model, arguments.model)
     model.to(arguments.device)
+    if arguments.mtp:
+        _say(arguments.out, drafts(model, arguments.data, arguments.length, arguments.text_rows))
+        return 0
     exam = {}
     for task in TASKS:
         found: list[Question] = []
@@ -109,11 +132,15 @@ def main() -> int:
             right, asked = share_right(model, made, mode)
             line[task] = f"{right}/{asked}"
         line["text"] = round(text_nats(model, arguments.data, mode, arguments.length, arguments.text_rows), 3)
-        print(json.dumps(line), flush=True)
-        if arguments.out is not None:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        _say(arguments.out, line)
     return 0
+
+
+def _say(out: Path | None, line: dict[str, object]) -> None:
+    print(json.dumps(line), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,6 +117,39 @@ class Chats:
             draft.join(ask)
         return draft
 
+    def single(self, rng: random.Random, length: int, facts: list[Fact], begins: bool = True) -> Draft:
+        """A chat of one turn: a text with facts and, before or after it, what is asked; the answer."""
+        writer = self.writer
+        tail = THINKS.format(rng.choice(THOUGHTS)) if rng.random() < 0.35 else PLAIN
+        turns = Turns(tail, REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
+        wording = writer.wording(rng)
+        draft = Draft()
+        if begins:
+            draft.add([BOS], 0.0)
+        if rng.random() < 0.3:
+            draft.add(writer.sentence(rng.choice(SYSTEM), self._nothing, False, False).ids, 0.0)
+        fact = facts[0]
+        label = rng.choice(("", "", "", "Question: ", "Now a question. ", "Q: "))
+        question = writer.sentence(label + writer.question_words(rng, wording, fact), fact, False, False)
+        question.weights = [writer.weights.template] * len(question)
+        reply = self._reply(rng, turns, fact, True)
+        draft.add(writer.pieces(USER_MARKER), 0.0)
+        is_first = rng.random() < 0.2
+        blank = writer.newline * rng.choice((1, 2, 2))
+        if is_first:
+            draft.join(question)
+            draft.add(blank, 0.0)
+        statements = [writer.statement(rng, wording, one) for one in facts]
+        need = sum(len(one.draft) for one in statements)
+        if rng.random() < 0.35:
+            length = 0
+        self._write(rng, draft, statements, max(length - need - len(draft) - len(question) - len(reply), 0))
+        if not is_first:
+            draft.add(blank, 0.0)
+            draft.join(question)
+        draft.join(reply)
+        return draft
+
     def talk(self, rng: random.Random, turns: Turns, is_last: bool) -> Draft:
         """A greeting or a thank-you."""
         said, answer = rng.choice(SMALL_TALK)
@@ -138,18 +171,32 @@ class Chats:
 
     def _ask(self, rng: random.Random, turns: Turns, fact: Fact, wording: Wording, is_last: bool) -> Draft:
         question = self.writer.question_words(rng, wording, fact)
+        draft = self.writer.sentence(turns.user(question), fact, False, True)
+        draft.join(self._reply(rng, turns, fact, is_last))
+        return draft
+
+    def _reply(self, rng: random.Random, turns: Turns, fact: Fact, is_last: bool) -> Draft:
+        """The answer to a question about a fact, the turn's marker before it."""
         reply = turns.reply
         if not fact.name.words or fact.relation:
             reply = rng.choice(BARE_REPLIES)
             if turns.tail != PLAIN:
                 turns = Turns(THINKS.format(rng.choice(("", "It is {v}.", "The answer is {v}."))), reply)
-        return self.writer.sentence(turns.user(question) + turns.assistant(reply, is_last), fact, False, True)
+        return self.writer.sentence(turns.assistant(reply, is_last), fact, False, True)
 
     def _tell(self, rng: random.Random, turns: Turns, statements: list[Written], share: int) -> Draft:
         """A user's turn with facts, among `share` tokens of text, and the assistant's short answer."""
         writer = self.writer
         draft = Draft()
         draft.add(writer.pieces(USER_MARKER), 0.0)
+        self._write(rng, draft, statements, share)
+        note = NOTES[0] if rng.random() < 0.7 else rng.choice(NOTES)
+        draft.join(self.told(turns.assistant(note), 0.0))
+        return draft
+
+    def _write(self, rng: random.Random, draft: Draft, statements: list[Written], share: int) -> None:
+        """Adds facts, among `share` tokens of text if these are enough, without a line's end after them."""
+        writer = self.writer
         if share > 24:
             opening = rng.choice(READ)
             if opening:
@@ -162,6 +209,3 @@ class Chats:
                 draft.join(one.at_line() if ends_line else one.draft)
         if draft.ids[-1] == writer.newline[0]:
             draft.ids.pop(), draft.weights.pop(), draft.answer.pop()
-        note = NOTES[0] if rng.random() < 0.7 else rng.choice(NOTES)
-        draft.join(self.told(turns.assistant(note), 0.0))
-        return draft

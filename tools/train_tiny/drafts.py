@@ -198,6 +198,7 @@ class Writer:
         self.bare = Wording(BARE_STATEMENTS[split], BARE_QUESTIONS[split], FRAMES[split], BARE_COMPLETIONS[split])
         self.updates = UPDATES[split]
         self.bare_updates = BARE_UPDATES[split]
+        self.completed = 0.12  # share of documents whose questions are sentences to be completed
         self.variation: Varies | None = None
         self.varied = 0.0
         self.relations: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
@@ -367,7 +368,7 @@ def fact_document(
     asked = facts[:num_questions]
     rng.shuffle(facts)
 
-    completes = rng.random() < 0.12
+    completes = rng.random() < writer.completed
 
     def ask(fact: Fact) -> Written:
         by_completion = completes or rng.random() < 0.03

@@ -19,7 +19,11 @@ from .names import BOS, SPLITS, Name, Pieces, Value
 from .small import copied_words
 from .templates import COMPLETIONS, FRAMES, QUESTIONS, STATEMENTS, Fact
 
-KINDS = ("recall", "hard", "words", "templates", "wording", "updated", "gist", "majority", "language", "labels", "window")
+#: what a held-out wording is made of; each is a kind in which it alone is of the split, "question+frame" one of both
+FACTORS = ("statement", "question", "frame", "completion", "attribute", "name", "value")
+KINDS = (
+    "recall", "hard", "words", "templates", "wording", "updated", "gist", "majority", "language", "labels", "window", *FACTORS,
+)  # fmt: skip
 STRIP = 512  # tokens of the held-out text that stay together in prefixes longer than it
 MARGIN = 24  # tokens of a prompt's length kept for its answer
 
@@ -38,6 +42,11 @@ class Question:
     def prompt(self) -> list[int]:
         """Ids of text and question."""
         return [*self.prefix.tolist(), *self.ids]
+
+
+def is_kind(kind: str) -> bool:
+    """Whether `questions` can ask it: one of KINDS, or factors with "+" between."""
+    return kind in KINDS or set(kind.split("+")) <= set(FACTORS)
 
 
 def is_right(written: str, answer: str) -> bool:
@@ -62,12 +71,14 @@ def questions(data_dir: Path | str, seed: int, length_tokens: int, facts: int, k
     templates  the same as recall, each fact and question in a wording of the split
     wording    the same, and any name, digits of any length, words, codes
     updated    the same as recall, each fact told twice; the later value, "now", is the answer
+    FACTORS    the same as recall with words of training, this factor (or several: "question+frame") of the split, any of its
+               kind: how facts are told and asked, the frame round a question, the sentence to complete; attributes, names, values
     gist       `facts` texts, one question each: majority, language or labels, or one of these by its name
     window     one text, and words to be repeated in order
     split      whose words and templates: "train" or "held-out". The text is held out always.
     Raises     ValueError if facts have no room, or for an unknown kind or split.
     """
-    if kind not in KINDS or split not in SPLITS:
+    if not is_kind(kind) or split not in SPLITS:
         raise ValueError(f"kind {kind!r}, split {split!r}: allowed are {', '.join(KINDS)} and {', '.join(SPLITS)}")
     if facts < 1 or length_tokens < 1:
         raise ValueError(f"{facts} facts, {length_tokens} tokens: 1 or more")
@@ -77,7 +88,9 @@ def questions(data_dir: Path | str, seed: int, length_tokens: int, facts: int, k
         return _window(rng, text, writer, length_tokens, facts)
     if kind in ("gist", "majority", "language", "labels"):
         return _gist(rng, text, writer, length_tokens, facts, None if kind == "gist" else kind)
-    return _recall(rng, text, writer, length_tokens, facts, kind)
+    if set(kind.split("+")) <= set(FACTORS):
+        return _recall(rng, text, _sources(str(data_dir), "train")[1], length_tokens, facts, kind, writer)
+    return _recall(rng, text, writer, length_tokens, facts, kind, writer)
 
 
 def filler(rng: random.Random, text: Text, length: int) -> NDArray[np.uint16]:
@@ -108,16 +121,22 @@ def _question(prefix: NDArray[np.uint16], draft: Draft, answer: str, depth: floa
     return Question(prefix, tuple(draft.ids[:first]), answer, tuple(draft.ids[first:last]), depth)
 
 
-def _recall(rng: random.Random, text: Text, writer: Writer, length: int, count: int, kind: str) -> list[Question]:
+def _recall(
+    rng: random.Random, text: Text, writer: Writer, length: int, count: int, kind: str, other: Writer
+) -> list[Question]:  # fmt: skip
+    """Of FACTORS: `other` writes those that `kind` names."""
+    factors = kind.split("+")
     wording = writer.all
     if kind not in ("templates", "wording"):
-        wording = Wording(STATEMENTS["train"][:1], QUESTIONS["train"][:1], FRAMES["train"][:1], COMPLETIONS["train"][:1])
+        main = {"statement": STATEMENTS, "question": QUESTIONS, "frame": FRAMES, "completion": COMPLETIONS}
+        told_in, *asked_in = (every[other.split] if factor in factors else every["train"][:1] for factor, every in main.items())
+        wording = Wording(told_in, *asked_in)
     keys: list[Fact] = []
     while len(keys) < count:
         keys = draw_facts(rng, writer.draws, count, kind == "hard")
-    if kind in ("recall", "words", "templates", "updated"):
-        keys = _things(rng, writer, count)
-    told = [_valued(rng, writer, fact, kind) for fact in keys]
+    if kind not in ("hard", "wording"):
+        keys = _things(rng, writer, count, factors, other)
+    told = [_valued(rng, other if "value" in factors else writer, fact, kind) for fact in keys]
     statements = [(index, writer.statement(rng, wording, fact, kind == "updated")) for index, fact in enumerate(told)]
     rng.shuffle(statements)
     if kind == "updated":
@@ -125,7 +144,7 @@ def _recall(rng: random.Random, text: Text, writer: Writer, length: int, count: 
         for index, _ in statements[:]:
             at = next(i for i, (which, _) in enumerate(statements) if which == index)
             statements.insert(rng.randint(0, at), old[index])
-    asked = [writer.question(rng, wording, fact, True) for fact in told]
+    asked = [writer.question(rng, wording, fact, True, "completion" in factors) for fact in told]
     room = length - 1 - max(map(len, asked)) - MARGIN - sum(len(one.draft) + 2 for _, one in statements)
     if room < 8 * count:
         raise ValueError(f"{count} facts have no room in {length} tokens")
@@ -156,11 +175,13 @@ def _recall(rng: random.Random, text: Text, writer: Writer, length: int, count: 
     ]
 
 
-def _things(rng: random.Random, writer: Writer, count: int) -> list[Fact]:
-    """Facts about things, with keys that differ."""
+def _things(rng: random.Random, writer: Writer, count: int, factors: list[str], other: Writer) -> list[Fact]:
+    """Facts about things, with keys that differ; of FACTORS, attributes or names are of `other`, names then anything's."""
+    attributes = (other if "attribute" in factors else writer).draws.words.attributes
+    draw = other.draws.name if "name" in factors else writer.draws.thing
     keys: dict[tuple[str, Name], None] = {}
     while len(keys) < count:
-        keys[rng.choice(writer.draws.words.attributes), writer.draws.thing(rng)] = None
+        keys[rng.choice(attributes), draw(rng)] = None
     return [Fact(attribute, name, Value("", ())) for attribute, name in keys]
 
 
@@ -171,6 +192,8 @@ def _valued(rng: random.Random, writer: Writer, fact: Fact, kind: str) -> Fact:
         return Fact(fact.attribute, fact.name, draws.word(rng))
     if kind == "wording":
         return fact
+    if "value" in kind.split("+"):
+        return Fact(fact.attribute, fact.name, draws.value(rng, fact.attribute))
     value = draws.digits(rng)
     while len(value.text) != 4 or not value.text.isdigit():
         value = draws.digits(rng)

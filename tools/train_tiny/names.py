@@ -205,6 +205,8 @@ class Draws:
         pieces.fill([f" {word}" for word in self.made_up])
         pieces.fill(self.made_up)
         self._number_attributes = set(self.words.number_attributes)
+        #: share of values that are words whatever the attribute: most pieces of them say nothing of the next
+        self.words_share = 0.0
 
     def meet(self, text: str, least: int = 12) -> None:
         """Words of a text that come `least` times in it, to be part of names, attributes and values from now on."""
@@ -296,6 +298,8 @@ class Draws:
 
     def value(self, rng: random.Random, attribute: str) -> Value:
         """What suits the attribute, and now and then what does not."""
+        if self.words_share and rng.random() < self.words_share:
+            return self.word(rng)
         way = rng.random()
         if attribute in self._number_attributes:
             return self.digits(rng) if way < 0.84 else self.word(rng) if way < 0.92 else self.letters_and_digits(rng)

@@ -50,6 +50,9 @@ class Mix:
     drop_c4: float = 0.5  # of gist rows: without the entries of 4 tokens
     varied: float = 0.0  # share of statements, questions and frames in wordings that no list has
     related: float = 0.0  # share of documents whose facts are of relations.py
+    words: float = 0.0  # share of values that are words whatever they are values of
+    completed: float = 0.12  # share of fact documents whose questions are sentences to be completed
+    single: float = 0.0  # share of chats in which text and question are one turn
     gaps: float = 0.0  # share of rows whose positions jump once, by up to a million
     bos: float = 0.5  # rows that begin with the first token of a text; others begin anywhere
     weights: Weights = field(default_factory=Weights)
@@ -101,6 +104,8 @@ class Rows:
         self.text = read_text(data_dir, "train", pieces.tokenizer)
         self.writer = Writer(pieces, "train", mix.weights)
         self.writer.draws.meet(pieces.tokenizer.decode(self.text.tokens[: 3 << 20].tolist()))
+        self.writer.draws.words_share = mix.words
+        self.writer.completed = mix.completed
         if mix.varied:
             self.writer.variation = Variation(self.text, pieces, self.writer.draws.common, mix.weights)
             self.writer.varied = mix.varied
@@ -180,7 +185,11 @@ class Rows:
                 length = rng.randint(64, min(room - len(draft), 64 + room // rng.choice((1, 2, 6))))
                 count = rng.randint(1, max(1, min(16, length // 44)))
                 facts = self._facts(rng, count)
-                draft.join(self.chats.chat(rng, length, facts, rng.randint(1, len(facts)), begins or len(draft) > 0))
+                begin = begins or len(draft) > 0
+                if mix.single and rng.random() < mix.single:
+                    draft.join(self.chats.single(rng, length, facts, begin))
+                else:
+                    draft.join(self.chats.chat(rng, length, facts, rng.randint(1, len(facts)), begin))
             return draft
         if rng.random() < self._packed:
             while len(draft) < room:

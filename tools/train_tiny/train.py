@@ -60,8 +60,9 @@ def phases(course: str, steps: int, tokens: int) -> list[Phase]:
         last, far = round(0.16 * steps), round(0.04 * steps)
     else:
         mix = Mix(
-            text=0.31, recall=0.52, copy=0.05, gist=0.06, other=0.03, story=0.03, chat=0.18, varied=0.6, related=0.13, gaps=0.4
-        )
+            text=0.31, recall=0.52, copy=0.05, gist=0.06, other=0.03, story=0.03, chat=0.25, single=0.5, completed=0.2,
+            varied=0.6, related=0.13, words=0.2, gaps=0.4,
+        )  # fmt: skip
         last, far = round(0.20 * steps), round(0.10 * steps)
     return [
         Phase("long", steps - last - far, tokens // 2048, 2048, Mode(), mix),
