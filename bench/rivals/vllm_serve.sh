@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # vLLM's server on a CPU and `lamina bench serve` against it, beside Lamina's own: not part of any test, needs a network.
 #
+#   python bench/rivals/tiny_llama.py MODEL_DIR
 #   bench/rivals/vllm_serve.sh MODEL_DIR [--concurrency 8 --num-prompts 64 ...]
+#
+# After the load come the two turns of a conversation, alone on the server (second_turn.py).
 #
 # vLLM is in an environment of its own (vllm_env.sh). MODEL_DIR is a checkpoint that vLLM runs on a CPU: Llama and Gemma 3 as
 # Transformers writes them; its DeepSeek-V4 needs a GPU (or a CPU with AVX-512). Lamina's `lamina serve MODEL_DIR` then runs after it,
@@ -10,7 +13,8 @@ set -euo pipefail
 
 model=${1:?usage: bench/rivals/vllm_serve.sh MODEL_DIR [options of lamina bench serve]}
 shift
-source "$(dirname "${BASH_SOURCE[0]}")/vllm_env.sh"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/vllm_env.sh"
 lamina=${LAMINA:-"$python -m lamina"}
 port=${PORT:-8011}
 
@@ -22,6 +26,7 @@ measure() { # NAME: waits for the server, then measures it
     done
     echo "== $1"
     $lamina bench serve "http://127.0.0.1:$port" --warmup 4 "${@:2}"
+    PYTHONPATH="$here/../.." "$python" "$here/second_turn.py" "http://127.0.0.1:$port"
     kill "$server"
     wait "$server" || true
 }

@@ -81,11 +81,17 @@ class AnswerParser:
         self._part = _Part.THOUGHTS if is_thinking and tags is not None else _Part.CONTENT
         self._is_blank = not is_thinking  # nothing but white space yet
         self._held = ""
+        self._has_called = False
 
     @property
     def is_in_content(self) -> bool:
         """Whether the next text would be content."""
         return self._part is _Part.CONTENT
+
+    @property
+    def may_turn(self) -> bool:
+        """Whether text without a "<" may still end the thoughts or begin them: a tag has begun, or calls without a name yet."""
+        return "<" in self._held or (self._part is _Part.CALLS and not self._has_called)
 
     def push(self, text: str, is_control: bool = False) -> list[Event]:
         """More text. is_control  it is one token of the vocabulary's added tokens."""
@@ -110,7 +116,9 @@ class AnswerParser:
         return self._show(held)
 
     def _to_reader(self, text: str) -> list[Event]:
-        return [] if self._reader is None else self._reader.push(text)
+        events = [] if self._reader is None else self._reader.push(text)
+        self._has_called = self._has_called or bool(events)
+        return events
 
     def _show(self, text: str) -> list[Event]:
         if not text:

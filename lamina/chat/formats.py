@@ -22,6 +22,11 @@ class OutputParser(Protocol):
         """Whether the next text would be content, so that stop strings apply to it."""
         ...
 
+    @property
+    def may_turn(self) -> bool:
+        """Whether text without a "<" may still end the thoughts or begin them, as a tag or a call has begun."""
+        ...
+
 
 class ChatFormat(Protocol):
     """One way of writing chats."""

@@ -12,13 +12,14 @@ Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | 
 class ToolCall:
     """One call that an assistant made. arguments  JSON text, as the client or the model wrote it.
 
-    namespace  what the name begins with, before a dot, where the function is in one.
+    namespace  what the name begins with, before a dot, where the function is in one.   is_custom  it was given a text, not JSON.
     """
 
     id: str
     name: str
     arguments: str
     namespace: str | None = None
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)

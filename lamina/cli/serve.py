@@ -102,6 +102,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--stall-seconds", type=float, default=default.stall_s, metavar="S",
         help="/health fails when work waits and no token moves for so long (default %(default)s)",
     )  # fmt: skip
+    group.add_argument(
+        "--generation-config", default=default.generation_config, metavar="SOURCE",
+        help="how to sample where a request does not say: auto (as the checkpoint's generation_config.json says), vllm (at "
+        "temperature 1), or a directory with such a file (default %(default)s)",
+    )  # fmt: skip
     group.add_argument("--salt-by-api-key", action="store_true", help="each API key has a cache of its own")
     group.add_argument("--no-ui", action="store_true", help="no web page at /ui")
     text = "a span for each request; OTEL_* variables say where to (needs lamina[otel])"
@@ -144,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         def on_ready(ready: Ready) -> None:
             bar.stop()
             if not args.quiet:
-                start_table(console, ready, settings, config, None if chat is None else chat.name, about)
+                start_table(console, ready, settings, config, None if chat is None else chat.name, about, str(state.defaults))
             print(f"ready: {address_of(settings)}", file=sys.stderr, flush=True)
 
         if not args.quiet:
@@ -181,7 +186,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         host=args.host, port=args.port, api_keys=keys, max_queue=args.max_queue,
         max_body_bytes=parse_bytes(args.max_body_bytes, "max_body_bytes"),
         client_s=args.client_seconds, keep_alive_s=args.keep_alive_seconds,
-        drain_s=args.drain_seconds, stall_s=args.stall_seconds,
+        drain_s=args.drain_seconds, stall_s=args.stall_seconds, generation_config=args.generation_config,
         raw_special_tokens=args.raw_special_tokens, salt_by_api_key=args.salt_by_api_key,
         salt_secret=secrets.token_bytes(32), log_prompts=args.log_prompts, allow_origins=tuple(args.allow_origin),
         allow_hosts=tuple(name.lower() for name in args.allow_host), has_ui=not args.no_ui, has_traces=args.otel,

@@ -32,9 +32,13 @@ class LoadingBar:
 
 
 def start_table(
-    console: Console, ready: Ready, settings: ServerSettings, config: EngineConfig, chat_format: str | None, about: str
-) -> None:
-    """Prints the memory plan, what was chosen, and where to go. about  what the model is, if more is known than its type."""
+    console: Console, ready: Ready, settings: ServerSettings, config: EngineConfig, chat_format: str | None, about: str,
+    sampling: str = "",
+) -> None:  # fmt: skip
+    """Prints the memory plan, what was chosen, and where to go.
+
+    about  what the model is, if more is known than its type.   sampling  defaults that are the model's own.
+    """
     lengths = ready.plan_lengths
     grid = Table(title="what a request remembers", title_justify="left", title_style="bold")
     grid.add_column("memory")
@@ -62,6 +66,8 @@ def start_table(
     facts.add_row("formats", "cache {}, index {}, deterministic={}".format(*ready.formats, config.deterministic))
     facts.add_row("device, ops", f"{ready.device}: {_ops(ready)}")
     facts.add_row("chat format", chat_format or "none: only /v1/completions")
+    if sampling:
+        facts.add_row("sampling", f"{sampling} where a request does not say (generation_config.json)")
     facts.add_row("loaded in", f"{ready.load_s:.1f} s")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{settings.port}"

@@ -61,6 +61,20 @@ class RequestStream:
         self._queue.clear()
         return found
 
+    async def has_news(self, seconds: float) -> bool:
+        """Whether something is there, or the end, waiting for it at most so long."""
+        if not self._queue and self._error is None and self._left:
+            loop = asyncio.get_running_loop()
+            assert self._waiter is None, "a stream has one reader"
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                timer.cancel()
+        return bool(self._queue) or self._error is not None or not self._left
+
     async def _wait(self) -> None:
         """Until something is there, or the end. Raises what ended it early."""
         while not self._queue:

@@ -12,6 +12,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.keywords import CALL_ELSEWHERE, LLM_ELSEWHERE, known_only
 from lamina.chat.turns import ChatMessage, read_options
 from lamina.engine.chats import Chats, conversations
+from lamina.engine.default_sampling import find_defaults
 from lamina.engine.engine import Engine, Group
 from lamina.engine.outputs import Delta, RequestOutput
 from lamina.models.files import model_text
@@ -50,6 +51,7 @@ class LLM:
         kernels: str = "auto",
         activation_format: str = "auto",
         warmup: bool = True,
+        generation_config: str = "auto",
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -73,6 +75,14 @@ class LLM:
         )
         self.engine = Engine(config, on_tensor)
         self._chats: Chats | None = None  # once somebody chats
+        self._defaults = find_defaults(self.engine.directory, generation_config)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What applies where a call gives none: what the checkpoint's generation_config.json recommends.
+
+        That is for `generation_config="auto"`; "vllm" leaves the file alone, and the path of a directory takes the one there.
+        """
+        return self._defaults.params()
 
     @known_only("LLM.generate", CALL_ELSEWHERE)
     def generate(
@@ -167,7 +177,7 @@ class LLM:
         if not isinstance(cache_salt, str):
             raise ConfigError("cache_salt", cache_salt, "a text")
         if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
+            each = [params or self.get_default_sampling_params()] * len(listed)
         else:
             each = list(params)
             if len(each) != len(listed):

@@ -1,7 +1,8 @@
 """The engine's process: `python -m lamina.engine.process ADDRESS`, started by the server and told everything over a socket.
 
 It loads what `Start` names, says `Ready`, and then goes round: take the commands that are there, make one step, send its news
-(those of steps far below a millisecond together). Texts never come here, only token ids. See wire.py for the messages.
+(steps far below a millisecond are made and told several at a time). Texts never come here, only token ids; wire.py has the
+messages.
 
 What needs torch is imported only once the server has been heard, as that takes longer than everything else here.
 """

@@ -19,6 +19,7 @@ _LOG = get_logger(__name__)
 _STATS_S = 0.25
 _STATS_SOON_S = 0.02  # where work begins or ends
 _NEWS_S = 0.001  # what steps that take less have drawn is sent together: a message costs more than such a step
+_QUICK_S = 0.0002  # steps that together take less are made one after the other
 _SLOW_S = 1.0  # for so long after a step that took more nothing waits for the next one
 _MOST_COMMANDS = 256  # of one round, so that steps go on whatever comes
 _MOST_ROWS = 128
@@ -69,7 +70,7 @@ class Loop:
                 self._link.send(refused)
             self._desk.expire(time.monotonic())
             if self._engine.has_work:
-                self._step()
+                self._steps()
             self._tell()
             if self._failures >= _MOST_FAILURES:
                 self._tell_news(time.monotonic())
@@ -81,6 +82,13 @@ class Loop:
         self._tell_news(time.monotonic())
         self._tell_stats(time.monotonic())
         return 0
+
+    def _steps(self) -> None:
+        """One step, and more as long as they take no time: to look for commands and news costs a part of such a step."""
+        ends = time.monotonic() + _QUICK_S
+        self._step()
+        while self._engine.has_work and not self._failures and time.monotonic() < ends:
+            self._step()
 
     def _step(self) -> None:
         """One step. If it breaks off, what ran has ended with "error" and the rest goes on."""
@@ -109,9 +117,7 @@ class Loop:
     def _tell_stats(self, now: float) -> None:
         """Sends the counters."""
         self._had_work, self._told_stats, self._has_worked = self._desk.has_requests, now, False
-        self._link.send(
-            self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats())
-        )
+        self._link.send(self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats()))
 
     def _tell_news(self, now: float) -> None:
         """Sends what is new of each output."""

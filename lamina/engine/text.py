@@ -1,4 +1,4 @@
-"""Between text and token ids: encoding, decoding token by token, and stop strings.
+"""Between text and token ids: encoding, and decoding token by token.
 
 Decoding a list of tokens is a chain of steps over token strings (byte-level, word pieces, byte fallback, ...). Each step
 is written here as a stream: what it gives for the first tokens, while more may come, and what is left at the end. So the
@@ -8,7 +8,6 @@ that can only be judged at the end (a regular expression over the fused text, sa
 
 import codecs
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders
 from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
 from lamina.engine.text_bound import longest_token_bytes
+from lamina.engine.text_stops import StopChecker
 from lamina.models.files import read_file
 
 _log = get_logger(__name__)
@@ -53,6 +53,8 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token.content for token in added.values() if token.special)
         self._added = frozenset(added)
+        self._pieces = _Pieces(self._tokenizer)
+        self._plain: set[int] = set()
         self._added_texts = tuple(self.token_piece(token) or "" for token in sorted(added))
         decoder = self._tokenizer.decoder
         self._steps = _plan_steps(None if decoder is None else msgspec.json.decode(decoder.__getstate__(), type=_DecoderSpec))
@@ -113,15 +115,33 @@ class TextCodec:
 
     def token_piece(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it (before decoding), or None for an unknown id."""
-        return self._tokenizer.id_to_token(token_id) if 0 <= token_id < _NUM_U32 else None
+        return self._pieces[token_id]
+
+    def known_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Those of `token_piece` that are known."""
+        return [piece for piece in map(self._pieces.__getitem__, token_ids) if piece is not None]
 
     def is_special(self, token_id: int) -> bool:
         """Whether skip_special_tokens drops the token."""
         return self.token_piece(token_id) in self._special
 
+    def is_special_text(self, piece: str) -> bool:
+        """The same, by what the vocabulary writes."""
+        return piece in self._special
+
     def is_added(self, token_id: int) -> bool:
         """Whether it is one of the vocabulary's added tokens: control tokens, special or not."""
         return token_id in self._added
+
+    def end_of_plain(self, token_ids: Sequence[int], start: int, stop: int) -> int:
+        """Where from `start` on the first token is that is an added one or has a "<" in it, with which tags begin; or `stop`."""
+        for place in range(start, stop):
+            token_id = token_ids[place]
+            if token_id not in self._plain:
+                if token_id in self._added or "<" in (self.token_piece(token_id) or ""):
+                    return place
+                self._plain.add(token_id)
+        return stop
 
     @property
     def added_tokens(self) -> tuple[str, ...]:
@@ -148,6 +168,19 @@ class TextCodec:
     def new_steps(self) -> "list[_Step] | None":
         """Fresh decoding steps for one stream, or None if only the whole list can be decoded."""
         return None if self._steps is None else [make() for make in self._steps]
+
+
+class _Pieces(dict[int, str | None]):
+    """What the vocabulary writes for each token, asked for once; None for what it does not know."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        piece = self._tokenizer.id_to_token(token_id) if 0 <= token_id < _NUM_U32 else None
+        if piece is not None:
+            self[token_id] = piece
+        return piece
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -185,15 +218,15 @@ class Detokeniser:
         self._steps = codec.new_steps()
         self._waiting: list[int] = []  # only where nothing is certain before the end
 
-    def push(self, token_id: int) -> str:
-        """The text that is certain once `token_id` is known, whatever follows; often "" inside a character."""
+    def push(self, *token_ids: int) -> str:
+        """The text that is certain once these tokens are known, whatever follows; often "" inside a character."""
         if self._steps is None:
-            self._waiting.append(token_id)
+            self._waiting += token_ids
             return ""
-        if self._skips and self._codec.is_special(token_id):
-            return ""
-        piece = self._codec.token_piece(token_id)
-        return "" if piece is None else "".join(_feed(self._steps, [piece]))
+        pieces = self._codec.known_pieces(token_ids)
+        if self._skips:
+            pieces = [piece for piece in pieces if not self._codec.is_special_text(piece)]
+        return "".join(_feed(self._steps, pieces))
 
     def finish(self) -> str:
         """The rest of the text; call once, after the last token."""
@@ -205,118 +238,11 @@ class Detokeniser:
         return "".join(pieces)
 
 
-class StopChecker:
-    """Cuts the text of one output at the first stop string to be completed.
-
-    Text that may still become part of a stop string is held back, and no more than that; so no part of one is ever
-    emitted before it is known to be harmless. Of strings completed by the same character the longest counts. The result
-    is the same however the text is split. With include_in_output nothing needs holding back.
-    """
-
-    def __init__(self, stop: Sequence[str], include_in_output: bool = False, min_tokens: int = 0) -> None:
-        """min_tokens: stop strings completed by text of the first `min_tokens` pushes (one per token) are ignored."""
-        self._include = include_in_output
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._held: deque[str] = deque()  # pieces, so that a long hold is not copied again for each token
-        self._front = 0  # characters of the first piece that were shown
-        self._num_held = 0
-        self._node = 0
-        self._stopped = False
-        self.matched: str | None = None
-        # One automaton for all strings: a node is the longest end of the text that begins some stop string.
-        self._next: list[dict[str, int]] = [{}]
-        self._shorter: list[int] = [0]
-        self._depth: list[int] = [0]
-        self._ends: list[str] = [""]
-        for text in stop:
-            self._add(text)
-        self._link()
-
-    def push(self, text: str, num_tokens: int = 1) -> tuple[str, bool]:
-        """The text of one more token (or of `num_tokens`): (what may be shown now, whether the output ended)."""
-        self._num_tokens += num_tokens
-        return self._take(text)
-
-    def finish(self, rest: str = "") -> str:
-        """What may still be shown when the output ends for another reason; `rest` is text that no token of its own brings."""
-        shown, _ = self._take(rest)
-        if self._stopped:
-            return shown
-        self._node = 0
-        return shown + self._cut("", 0)
-
-    def _take(self, text: str) -> tuple[str, bool]:
-        if self._stopped:
-            return "", True
-        if not self._next[0]:
-            return text, False
-        may_stop = self._num_tokens > self._min_tokens
-        node = self._node
-        for index, char in enumerate(text):
-            node = self._step(node, char)
-            if self._ends[node] and may_stop:
-                self.matched = self._ends[node]
-                self._stopped = True
-                return self._cut(text[: index + 1], 0 if self._include else len(self.matched)), True
-            while not self._next[node]:  # a whole stop string that is ignored can only go on as a shorter one
-                node = self._shorter[node]
-        self._node = node
-        return self._cut(text, 0 if self._include else self._depth[node]), False
-
-    def _cut(self, text: str, num_held: int) -> str:
-        """What to show of the held text and `text` when the last `num_held` characters of both are kept back."""
-        if text:
-            self._held.append(text)
-        to_show = self._num_held + len(text) - num_held
-        self._num_held = num_held
-        shown: list[str] = []
-        while to_show > 0 and to_show >= len(self._held[0]) - self._front:
-            piece = self._held.popleft()[self._front :]
-            self._front = 0
-            to_show -= len(piece)
-            shown.append(piece)
-        if to_show > 0:
-            shown.append(self._held[0][self._front : self._front + to_show])
-            self._front += to_show
-        return "".join(shown)
-
-    def _step(self, node: int, char: str) -> int:
-        while node and char not in self._next[node]:
-            node = self._shorter[node]
-        return self._next[node].get(char, 0)
-
-    def _add(self, text: str) -> None:
-        if not text:
-            raise ConfigError("stop", text, "non-empty texts")
-        node = 0
-        for char in text:
-            if char not in self._next[node]:
-                self._next[node][char] = len(self._next)
-                self._next.append({})
-                self._shorter.append(0)
-                self._depth.append(self._depth[node] + 1)
-                self._ends.append("")
-            node = self._next[node][char]
-        self._ends[node] = text
-
-    def _link(self) -> None:
-        """Breadth first: where to go on from a node whose next character fits nothing, and the longest string ending there."""
-        queue = deque([0])
-        while queue:
-            node = queue.popleft()
-            for char, child in self._next[node].items():
-                queue.append(child)
-                if node:
-                    self._shorter[child] = self._step(self._shorter[node], char)
-                self._ends[child] = self._ends[child] or self._ends[self._shorter[child]]
-
-
 class _Step(Protocol):
     """One step of decoding as a stream over token strings."""
 
-    def push(self, token: str) -> list[str]:
-        """The tokens that are certain once `token` is known."""
+    def push(self, tokens: list[str]) -> list[str]:
+        """The tokens that are certain once `tokens`, at least one, are known."""
 
     def finish(self) -> list[str]:
         """The tokens that only the end makes certain."""
@@ -327,7 +253,7 @@ def _feed(steps: Sequence[_Step], tokens: list[str]) -> list[str]:
     for step in steps:
         if not tokens:
             return tokens
-        tokens = step.push(tokens[0]) if len(tokens) == 1 else [out for token in tokens for out in step.push(token)]
+        tokens = step.push(tokens)
     return tokens
 
 
@@ -358,8 +284,8 @@ class _ByteLevel:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: str) -> list[str]:
-        return [self._decoder.decode(_bytes_of(token))]
+    def push(self, tokens: list[str]) -> list[str]:
+        return [self._decoder.decode(b"".join(map(_bytes_of, tokens)))]
 
     def finish(self) -> list[str]:
         return [self._decoder.decode(b"", final=True)]
@@ -371,11 +297,14 @@ class _ByteFallback:
     def __init__(self) -> None:
         self._run = bytearray()
 
-    def push(self, token: str) -> list[str]:
-        if _BYTE_TOKEN.fullmatch(token):
-            self._run.append(int(token[3:5], 16))
-            return []
-        return [*self.finish(), token] if self._run else [token]
+    def push(self, tokens: list[str]) -> list[str]:
+        found: list[str] = []
+        for token in tokens:
+            if _BYTE_TOKEN.fullmatch(token):
+                self._run.append(int(token[3:5], 16))
+            else:
+                found += [*self.finish(), token]
+        return found
 
     def finish(self) -> list[str]:
         run, self._run = bytes(self._run), bytearray()
@@ -391,10 +320,10 @@ class _Local:
     def __init__(self, first: Callable[[str], str], later: Callable[[str], str]) -> None:
         self._rule, self._later = first, later
 
-    def push(self, token: str) -> list[str]:
-        text = self._rule(token)
+    def push(self, tokens: list[str]) -> list[str]:
+        found = [self._rule(tokens[0]), *map(self._later, tokens[1:])]
         self._rule = self._later
-        return [text]
+        return found
 
     def finish(self) -> list[str]:
         return []
@@ -407,9 +336,10 @@ class _WordEnds:
         self._suffix = suffix
         self._last: str | None = None
 
-    def push(self, token: str) -> list[str]:
-        last, self._last = self._last, token
-        return [] if last is None else [last.replace(self._suffix, " ")]
+    def push(self, tokens: list[str]) -> list[str]:
+        certain = [*([] if self._last is None else [self._last]), *tokens[:-1]]
+        self._last = tokens[-1]
+        return [token.replace(self._suffix, " ") for token in certain]
 
     def finish(self) -> list[str]:
         return [] if self._last is None else [self._last.replace(self._suffix, "")]
@@ -422,12 +352,13 @@ class _Distinct:
         self._rule = rule
         self._last: str | None = None
 
-    def push(self, token: str) -> list[str]:
-        if token == self._last:
-            return []
-        self._last = token
-        text = self._rule(token)
-        return [text] if text else []
+    def push(self, tokens: list[str]) -> list[str]:
+        found: list[str] = []
+        for token in tokens:
+            if token != self._last:
+                self._last = token
+                found.append(self._rule(token))
+        return [text for text in found if text]
 
     def finish(self) -> list[str]:
         return []
@@ -440,13 +371,14 @@ class _FusedStrip:
         self._content, self._start, self._stop = content, start, stop
         self._tail = ""
 
-    def push(self, token: str) -> list[str]:
-        while self._start and token:
-            if token[0] != self._content:
+    def push(self, tokens: list[str]) -> list[str]:
+        text = "".join(tokens)
+        while self._start and text:
+            if text[0] != self._content:
                 self._start = 0
             else:
-                token, self._start = token[1:], self._start - 1
-        whole = self._tail + token
+                text, self._start = text[1:], self._start - 1
+        whole = self._tail + text
         shown = len(whole)
         while shown > max(0, len(whole) - self._stop) and whole[shown - 1] == self._content:
             shown -= 1
@@ -464,9 +396,9 @@ class _FusedReplace:
         self._pattern, self._content = pattern, content
         self._finder = StopChecker([pattern])
 
-    def push(self, token: str) -> list[str]:
+    def push(self, tokens: list[str]) -> list[str]:
         shown: list[str] = []
-        for char in token:
+        for char in "".join(tokens):
             text, is_found = self._finder.push(char)
             shown.append(text)
             if is_found:
@@ -548,7 +480,7 @@ def _token_step(spec: _DecoderSpec) -> Callable[[], _Step] | None:
 
 
 def _strip(spec: _DecoderSpec, token: str) -> str:
-    return "".join(_FusedStrip(spec.content, spec.start, spec.stop).push(token))
+    return "".join(_FusedStrip(spec.content, spec.start, spec.stop).push([token]))
 
 
 def _library_decoder(spec: _DecoderSpec) -> decoders.Decoder | None:

@@ -1,7 +1,8 @@
 """One output as it grows: token ids, log-probs and text, and where a stop string ends it."""
 
 from lamina.engine.outputs import CompletionOutput, Logprob
-from lamina.engine.text import Detokeniser, StopChecker, TextCodec
+from lamina.engine.text import Detokeniser, TextCodec
+from lamina.engine.text_stops import StopChecker
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import TokenLogprobs
 

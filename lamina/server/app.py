@@ -46,5 +46,4 @@ def make_app(state: ServerState) -> ASGIApp:
     """The whole server as an ASGI application."""
     app = Starlette(routes=[route for routes in ROUTES for route in routes(state)])
     app.router.redirect_slashes = False  # a path with a slash too many is not ours
-    app.state.lamina = state
     return Door(app, state)

@@ -38,7 +38,7 @@ def sampling_params(
     state: ServerState, request: SamplingFields, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """Checked parameters. Raises ConfigError naming the field."""
-    given = request
+    given, defaults = request, state.defaults
 
     def or_else(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -46,12 +46,14 @@ def sampling_params(
     if given.logit_bias is not None and len(given.logit_bias) > limits.MAX_BIASES:
         raise invalid("logit_bias", f"{len(given.logit_bias)} entries", f"at most {limits.MAX_BIASES}")
     params = _checked(
-        n=given.n or 1, max_tokens=max_tokens, min_tokens=given.min_tokens or 0, temperature=or_else(given.temperature, 1.0),
-        top_p=or_else(given.top_p, 1.0), top_k=given.top_k or 0, min_p=or_else(given.min_p, 0.0), seed=given.seed,
+        n=given.n or 1, max_tokens=defaults.most_tokens(max_tokens), min_tokens=given.min_tokens or 0,
+        temperature=or_else(given.temperature, defaults.temperature), top_p=or_else(given.top_p, defaults.top_p),
+        top_k=defaults.top_k if given.top_k is None else given.top_k, min_p=or_else(given.min_p, defaults.min_p), seed=given.seed,
         stop_token_ids=tuple(given.stop_token_ids or ()), ignore_eos=bool(given.ignore_eos),
         logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         presence_penalty=or_else(given.presence_penalty, 0.0), frequency_penalty=or_else(given.frequency_penalty, 0.0),
-        repetition_penalty=or_else(given.repetition_penalty, 1.0), logit_bias=tuple((given.logit_bias or {}).items()),
+        repetition_penalty=or_else(given.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=tuple((given.logit_bias or {}).items()),
     )  # fmt: skip
     params.validate_for_vocab(state.ready.vocab_size)
     return params

@@ -1,21 +1,17 @@
 """The pieces of a generation as streams want them: joined where they came together."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from lamina.chat.records import CallArguments, Content, Event, Reasoning
 from lamina.server.generation import Generation, Piece
 
 
-async def batches(generation: Generation, first: "asyncio.Task[list[Piece]]") -> AsyncGenerator[list[Piece]]:
-    """The pieces that come together, from `first` on. Close it."""
-    try:
-        pieces = await first
-        while pieces:
-            yield pieces
-            pieces = await generation.get_pieces()
-    finally:
-        first.cancel()
+async def batches(generation: Generation, first: list[Piece] | None) -> AsyncIterator[list[Piece]]:
+    """The pieces that come together, from `first` on; None: it has not come yet."""
+    pieces = await generation.get_pieces() if first is None else first
+    while pieces:
+        yield pieces
+        pieces = await generation.get_pieces()
 
 
 def joined(events: Sequence[Event]) -> list[Event]:

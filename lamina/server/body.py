@@ -26,7 +26,7 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 def state_of(request: Request) -> ServerState:
     """The server's state."""
-    state = request.app.state.lamina
+    state = request.scope["lamina_state"]
     assert isinstance(state, ServerState)
     return state
 
@@ -35,38 +35,44 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
     """The whole body. Raises ApiError as it comes: 413 beyond `most_bytes`, or where there is too much in it; 429 where others
     have too large ones in work; 408 where it takes longer than `seconds`.
     """
-    state = state_of(request)
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() not in ("", "identity"):
         raise ApiError(415, f"Content-Encoding={shown(coding)} is not valid: identity", "Content-Encoding", "unsupported_feature")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
         raise _too_large(most_bytes)
-    parts: list[bytes] = []
-    is_whole = request.scope.get("state", {}).get("is_whole", False)  # protocol.py has all of it
-    size = num_counted = 0
-    census = Census()
+    if request.scope.get("state", {}).get("is_whole", False):  # protocol.py has all of it
+        return await _parts(request, most_bytes)
     try:
-        async with asyncio.timeout(None if is_whole else seconds):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError(400, "the client has gone before its body was there", code="client_gone")
-                part = message.get("body", b"")
-                size += len(part)
-                if size > most_bytes:
-                    raise _too_large(most_bytes)
-                parts.append(part)
-                if size > _LARGE_BYTES:
-                    state.take_body_bytes(request.scope, size, _MOST_LARGE * most_bytes)
-                    for one in parts[num_counted:]:
-                        census.add(one)
-                    num_counted = len(parts)
-                    await asyncio.sleep(0)
-                if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
+        async with asyncio.timeout(seconds):
+            return await _parts(request, most_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {seconds:g} s", code="request_timeout") from None
+
+
+async def _parts(request: Request, most_bytes: int) -> bytes:
+    """The body, counted as it comes."""
+    state = state_of(request)
+    parts: list[bytes] = []
+    size = num_counted = 0
+    census = Census()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client has gone before its body was there", code="client_gone")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        parts.append(part)
+        if size > _LARGE_BYTES:
+            state.take_body_bytes(request.scope, size, _MOST_LARGE * most_bytes)
+            for one in parts[num_counted:]:
+                census.add(one)
+            num_counted = len(parts)
+            await asyncio.sleep(0)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _too_large(most_bytes: int) -> ApiError:

@@ -1,11 +1,10 @@
 """/v1/chat/completions: OpenAI's chats, whole or as a stream."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
@@ -17,7 +16,7 @@ from lamina.server.body import json_response, off_loop, read, state_of
 from lamina.server.chat_messages import chat_options, thinking_budget, to_messages
 from lamina.server.chat_request import to_ask
 from lamina.server.errors import ApiError
-from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
+from lamina.server.generation import Ask, Generation, Piece, generate, to_sampling
 from lamina.server.replies import chat_logprobs, prompt_logprobs, usage_of
 from lamina.server.routing import route
 from lamina.server.schema import (
@@ -37,8 +36,6 @@ from lamina.server.schema import (
 from lamina.server.sse import DONE, EventStream, cancelled_when_gone, data
 from lamina.server.state import ServerState
 
-_FIRST_S = 1.0  # how long a stream may wait for its first tokens before its head is sent
-
 
 async def create_chat(http: Request) -> ASGIApp:
     """POST /v1/chat/completions."""
@@ -50,12 +47,7 @@ async def create_chat(http: Request) -> ASGIApp:
     ask = await off_loop(http, _to_ask, http, state, request)
     generation = generate(state, ask)
     if request.stream:
-        try:
-            first = await begin(generation, _FIRST_S, http)
-        except BaseException:
-            generation.cancel()
-            raise
-        return EventStream(http, reply.stream(generation, first), [generation])
+        return await EventStream(http, [generation]).of(lambda first: reply.stream(generation, first))
     async with cancelled_when_gone(http, [generation]):
         return json_response(await reply.whole(generation))
 
@@ -72,7 +64,7 @@ def _to_ask(http: Request, state: ServerState, request: ChatRequest) -> Ask:
     params = sampling_params(state, request, most, logprobs, request.prompt_logprobs)
     extras = extras_of(http, request, request.user or request.safety_identifier)
     budget, name = thinking_budget(request)
-    extras = replace(
+    extras = structs.replace(
         extras, stop_in_reasoning=bool(request.stop_in_reasoning), thinking_budget=budget, thinking_field=name or "thinking"
     )
     return to_ask(state, to_messages(request), chat_options(request), to_sampling(params), extras)
@@ -149,14 +141,14 @@ class _Reply:
         usage = usage_of([generation.totals])
         return ChatAnswer(self._id(generation), self._created, self._model, choices, usage, prompt_logprobs=prompt)
 
-    async def stream(self, generation: Generation, first: "asyncio.Task[list[Piece]]") -> AsyncIterator[bytes]:
+    async def stream(self, generation: Generation, first: list[Piece] | None) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk with the role for each answer, its pieces, its finish; then the usage if it is wanted."""
         waiting = [_Waiting() for _ in generation.children]
         head = b"".join(self._chunk(generation, child, Delta(role="assistant", content="")) for child in range(len(waiting)))
-        if not first.done():
+        if first is None:
             yield head
             head = b""
-        pieces = await first
+        pieces = await generation.get_pieces() if first is None else first
         while pieces and not generation.is_finished:
             yield head + b"".join(self._chunks(generation, piece, waiting[piece.child]) for piece in pieces)
             head = b""

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -18,8 +18,7 @@ from lamina.server.generation import Ask
 from lamina.server.state import ServerState
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(msgspec.Struct, frozen=True):
     """What of a request is neither the chat's nor the sampling's; fields as in `Ask`. grammar  without `after`.
     grammar_field  where it was asked for.   thinking_budget  most tokens of the thoughts, asked for in `thinking_field`."""
 

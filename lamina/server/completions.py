@@ -1,6 +1,5 @@
 """/v1/completions: a prompt's continuation, whole or as a stream."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from lamina.server import limits
 from lamina.server.asking import extras_of, sampling_params
 from lamina.server.body import json_response, off_loop, read, state_of
 from lamina.server.errors import invalid
-from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
+from lamina.server.generation import Ask, Generation, Piece, generate, to_sampling
 from lamina.server.replies import CompletionRows, merged, prompt_logprobs, usage_of
 from lamina.server.routing import route
 from lamina.server.schema import (
@@ -30,7 +29,6 @@ from lamina.server.sse import DONE, EventStream, cancelled_when_gone, data
 from lamina.server.state import ServerState
 
 _DEFAULT_TOKENS = 16  # OpenAI's
-_FIRST_S = 1.0
 
 
 async def create_completion(http: Request) -> ASGIApp:
@@ -47,11 +45,9 @@ async def create_completion(http: Request) -> ASGIApp:
             generations.append(generate(state, ask))
             undo.callback(generations[-1].cancel)
         reply = _Reply(state, request, [text for text, _ in prompts], generations)
-        if request.stream:
-            first = await begin(generations[0], _FIRST_S, http) if len(generations) == 1 else None
-            undo.pop_all()
-            return EventStream(http, reply.stream(first), generations)
         undo.pop_all()
+    if request.stream:
+        return await EventStream(http, generations).of(reply.stream)
     async with cancelled_when_gone(http, generations):
         return json_response(await reply.whole())
 
@@ -200,14 +196,13 @@ class _Reply:
             choices.append(one)
         return self._completion(choices, with_usage=True)
 
-    async def stream(self, first: "asyncio.Task[list[Piece]] | None") -> AsyncIterator[bytes]:
+    async def stream(self, first: list[Piece] | None) -> AsyncIterator[bytes]:
         """Server-sent events: pieces of each output, then the usage if it is wanted."""
         options = self.request.stream_options
         at_end = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
         if first is not None:
-            pieces = await first
-            yield self._events([(0, piece) for piece in pieces], at_end, always)
+            yield self._events([(0, piece) for piece in first], at_end, always)
         async for batch in merged(self.generations):
             yield self._events(batch, at_end, always)
         if at_end:

@@ -36,7 +36,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request in, or answers it here."""
-        scope["app"] = self._holder
+        scope["app"], scope["lamina_state"] = self._holder, self._state
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return

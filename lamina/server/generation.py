@@ -4,17 +4,14 @@ Per output: token ids -> text (Detokeniser) -> events (OutputParser: thoughts, c
 content only unless asked otherwise. Nothing that may still become part of a stop string leaves before it is known to be harmless.
 """
 
-import asyncio
 import os
 import sys
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
-from starlette.requests import Request
 
 from lamina import SamplingParams
 from lamina.base.log import event, get_logger
@@ -22,7 +19,8 @@ from lamina.chat.formats import OutputParser
 from lamina.chat.records import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from lamina.engine.client import EngineGone, EngineRefused
 from lamina.engine.grammar_checks import FIELDS
-from lamina.engine.text import Detokeniser, StopChecker, TextCodec
+from lamina.engine.text import Detokeniser, TextCodec
+from lamina.engine.text_stops import StopChecker
 from lamina.engine.wire import Grammar, LogprobRow, Output, Sampling, Submit, Thoughts, UsageRow
 from lamina.server.errors import ApiError, invalid
 from lamina.server.state import GenerationRecord, ServerState
@@ -32,8 +30,7 @@ _LOG = get_logger(__name__)
 _GRAMMAR_FIELDS = frozenset(FIELDS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):  # a frozen dataclass takes eight times as long to make
     """A prompt and what is wanted. parser_of  a fresh reader for each output; None: all of the text is content.
 
     grammar_field  the request's field that the grammar came from.   stop_in_reasoning  stop strings also look at thoughts.
@@ -58,7 +55,7 @@ class Ask:
     thoughts: Thoughts | None = None
 
 
-class Piece(msgspec.Struct, frozen=True):  # a dataclass takes eight times as long to make
+class Piece(msgspec.Struct, frozen=True):
     """What is new of one output. Its last piece has `finish`: stop, length, tool_calls, deadline.
 
     stop   what ended it: a stop string, a stop token id, or None.   usage  comes with the prompt's last piece.
@@ -108,8 +105,39 @@ class _Child:
         """Whether more of it counts."""
         return self.finish is None and self.matched is None
 
-    def push(self, token: int, is_stop_token: bool) -> list[Event]:
-        """One more token. The token that ended the output shows only if stops are to be shown."""
+    def push(self, tokens: Sequence[int], has_stop_token: bool) -> tuple[list[Event], int]:
+        """More tokens: (what they show, how many of them count, as what follows a stop string does not).
+
+        has_stop_token  the last one ended the output: it shows only if stops are to be shown.
+        """
+        events: list[Event] = []
+        at, last = 0, len(tokens) - has_stop_token
+        while at < len(tokens) and self.matched is None:
+            end = self._end_of_run(tokens, at, last)
+            if end > at + 1:
+                events += self._push_run(tokens[at:end])
+                at = end
+            else:
+                events += self._push_one(tokens[at], at == last)
+                at += 1
+        return events, at
+
+    def _end_of_run(self, tokens: Sequence[int], start: int, stop: int) -> int:
+        """Up to where tokens together are the same as one by one: no stop strings, and none can end or begin the thoughts."""
+        if self._stops is not None or self._codec is None or (self._parser is not None and self._parser.may_turn):
+            return start
+        return self._codec.end_of_plain(tokens, start, stop)
+
+    def _push_run(self, tokens: Sequence[int]) -> list[Event]:
+        assert self._text is not None
+        self.num_tokens += len(tokens)
+        self.num_reasoning += len(tokens) if self._thinks else 0
+        text = self._text.push(*tokens)
+        if not text:
+            return []
+        return self._check((Content(text),) if self._parser is None else self._parser.push(text))
+
+    def _push_one(self, token: int, is_stop_token: bool) -> list[Event]:
         self.num_tokens += 1
         for checker in (self._stops, self._thought_stops):
             if checker is not None:
@@ -323,6 +351,10 @@ class Generation:
             if pieces:
                 return pieces
 
+    async def begin(self, seconds: float) -> list[Piece] | None:
+        """The first pieces, if they come within so long: what refuses a prompt at once can still be an answer with its status."""
+        return await self.get_pieces() if await self._stream.has_news(seconds) else None
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
         while pieces := await self.get_pieces():
             for piece in pieces:
@@ -340,14 +372,10 @@ class Generation:
         events: list[Event] = []
         count = 0
         stop_token = output.stop_token if output.finish == "stop" else None
-        last = len(tokens) - 1
-        if self._ask.is_drawn:
-            for index, token in enumerate(tokens):
-                events += child.push(token, stop_token is not None and index == last)
-                count += 1
-                if child.matched is not None:
-                    self._server.client.finish(self.id, output.child)
-                    break
+        if tokens and self._ask.is_drawn:
+            events, count = child.push(tokens, stop_token is not None)
+            if child.matched is not None:
+                self._server.client.finish(self.id, output.child)
         if count and self._server.observers:
             self._note(count)
         elif count and self._first_token_s is None:
@@ -456,31 +484,3 @@ def to_sampling(params: SamplingParams) -> Sampling:
         logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs, presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty, repetition_penalty=params.repetition_penalty, logit_bias=params.logit_bias,
     )  # fmt: skip
-
-
-async def begin(generation: Generation, seconds: float, http: Request | None = None) -> "asyncio.Task[list[Piece]]":
-    """The first pieces to come, after a moment: what refuses a prompt at once can still be an answer with its own status.
-
-    http  the request; if its client goes meanwhile, the generation is cancelled.
-    """
-    first = asyncio.create_task(generation.get_pieces())
-    waits: set[asyncio.Task[list[Piece]] | asyncio.Task[None]] = {first}
-    gone = None if http is None else asyncio.create_task(wait_until_gone(http))
-    if gone is not None:
-        waits.add(gone)
-    try:
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if gone is not None and gone.done():
-            generation.cancel()
-    finally:
-        if gone is not None:
-            gone.cancel()
-    if first.done():
-        first.result()
-    return first
-
-
-async def wait_until_gone(http: Request) -> None:
-    """Returns when the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass

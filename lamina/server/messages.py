@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from lamina.server.batches import batches, joined
 from lamina.server.body import json_response, off_loop, read, state_of, to_json
 from lamina.server.chat_request import Extras, render_ids, salt_of, to_ask
 from lamina.server.errors import STYLES, ApiError, invalid, to_api_error
-from lamina.server.generation import Ask, Generation, Totals, begin, generate, to_sampling
+from lamina.server.generation import Ask, Generation, Piece, Totals, generate, to_sampling
 from lamina.server.limits import MAX_GRAMMAR_BYTES
 from lamina.server.messages_convert import error_of, schema_of, to_choice, to_messages, to_thinking, to_tools
 from lamina.server.messages_events import MessageWriter
@@ -38,8 +37,6 @@ from lamina.server.state import ServerState
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest)
-#: how long a stream is held back, so that what is refused at once has a status of its own
-_BEGIN_S = 1.0
 
 
 def routes(state: ServerState) -> Sequence[BaseRoute]:
@@ -104,11 +101,14 @@ def _options(body: CountTokensRequest) -> ChatOptions:
 
 def _ask(state: ServerState, body: MessagesRequest, key: str | None) -> Ask:
     """The prompt and how its answer is drawn."""
+    defaults = state.defaults
     params = SamplingParams(
-        max_tokens=body.max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
+        max_tokens=defaults.most_tokens(body.max_tokens),
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
         seed=body.seed,
     )
     params.validate_for_vocab(state.ready.vocab_size)
@@ -147,28 +147,20 @@ def _finish(writer: MessageWriter, finish: str, stop: int | str | None, totals: 
 
 
 async def _stream(request: Request, generation: Generation, writer: MessageWriter) -> EventStream:
-    try:
-        first = await begin(generation, _BEGIN_S)
-    except BaseException:
-        generation.cancel()
-        raise
-
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts(first: list[Piece] | None) -> AsyncIterator[bytes]:
         yield b"".join(map(_sse, writer.start()))
-        async with aclosing(batches(generation, first)) as news:
-            async for pieces in news:
-                events: list[MessageEvent] = []
-                for piece in pieces:
-                    for event in joined(piece.events):
-                        events += writer.push(event)
-                    if piece.finish is not None:
-                        events += _finish(writer, piece.finish, piece.stop, generation.totals)
-                if events:
-                    yield b"".join(map(_sse, events))
+        async for pieces in batches(generation, first):
+            events: list[MessageEvent] = []
+            for piece in pieces:
+                for event in joined(piece.events):
+                    events += writer.push(event)
+                if piece.finish is not None:
+                    events += _finish(writer, piece.finish, piece.stop, generation.totals)
+            if events:
+                yield b"".join(map(_sse, events))
 
-    return EventStream(
-        request, parts(), [generation], on_error=lambda error: _sse(error_of(to_api_error(error))), keep_alive=_sse(Ping())
-    )
+    stream = EventStream(request, [generation], lambda error: _sse(error_of(to_api_error(error))), _sse(Ping()))
+    return await stream.of(parts)
 
 
 def _sse(event: MessageEvent) -> bytes:

@@ -40,6 +40,51 @@ class LifespanState(TypedDict, total=False):
     """What the web server hands to each protocol; nothing of it is used."""
 
 
+class _HeadWithBody(asyncio.Transport):
+    """A connection as answers write to it: the head goes out together with the first part of the body, if that comes at once."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._is_head = False
+        self._head = b""
+
+    def begin(self) -> None:
+        """What is written next is a head."""
+        self._is_head = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Sends what was kept and this; a head is kept until the next write, or the loop's next turn."""
+        if self._is_head:
+            self._is_head, self._head = False, bytes(data)
+            self._loop.call_soon(self.flush)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Sends what was kept."""
+        head, self._head = self._head, b""
+        if head:
+            self._transport.write(head)
+
+    def close(self) -> None:
+        """Closes once all is sent."""
+        self.flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Closes at once."""
+        self._head = b""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """Whether it is closed or will be."""
+        return self._transport.is_closing()
+
+
 def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
     """The protocol's class, with the settings' limits."""
 
@@ -56,10 +101,12 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._is_too_large = False
             self._timer: asyncio.TimerHandle | None = None
             self._answering: RequestResponseCycle | None = None
+            self._out: _HeadWithBody | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """A client has come; its head must follow soon."""
             super().connection_made(transport)
+            self._out = _HeadWithBody(transport, self.loop)
             listener = transport.get_extra_info("socket")
             if listener is not None:  # else a client that does not read is noticed only after megabytes
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
@@ -78,8 +125,9 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             """Counts what belongs to a head that is not complete."""
             was_in_head = self._is_in_head
             super().data_received(data)
-            if self._timer is None and not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
-                self._start_timer()  # bytes that begin no head
+            is_waiting = self._is_in_head or self.cycle is None or self.cycle.response_complete
+            if is_waiting and self._timer is None and not self.transport.is_closing():
+                self._start_timer()  # a head that is not whole, or bytes that begin none
             if was_in_head and self._is_in_head and not self.transport.is_closing():
                 self._head_bytes += len(data)
                 if self._head_bytes > settings.max_header_bytes:
@@ -90,8 +138,6 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
             """A head begins."""
             super().on_message_begin()
             self._is_in_head, self._head_bytes, self._late_bytes = True, 0, 0
-            if self._timer is None:
-                self._start_timer()
 
         def on_url(self, url: bytes) -> None:
             """Part of the request's target."""
@@ -114,6 +160,9 @@ def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
             """A request is next. `app` is the web server's own where there are too many connections."""
             self._answering = cycle
+            if self._out is not None:
+                self._out.begin()
+                cycle.transport = self._out
             super()._start_asgi_task(cycle, app if app is self.app else _refuse_connection)
 
         def on_message_complete(self) -> None:

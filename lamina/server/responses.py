@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
 from functools import partial
 
 import msgspec
@@ -20,12 +19,13 @@ from lamina.server.batches import batches, joined
 from lamina.server.body import P, R, json_response, off_loop, read, state_of, to_json
 from lamina.server.chat_request import Extras, render_ids, salt_of, to_ask
 from lamina.server.errors import ApiError, invalid, to_api_error
-from lamina.server.generation import Ask, Generation, Piece, begin, generate, to_sampling
+from lamina.server.generation import Ask, Generation, Piece, generate, to_sampling
 from lamina.server.limits import MAX_GRAMMAR_BYTES
 from lamina.server.replies import chat_logprobs
 from lamina.server.responses_convert import (
     answer_messages,
     check,
+    custom_names,
     format_echo,
     namespaces,
     schema_of,
@@ -53,8 +53,6 @@ from lamina.server.sse import EventStream, cancelled_when_gone
 from lamina.server.state import ServerState
 
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
-#: how long a stream is held back, so that what is refused at once has a status of its own
-_BEGIN_S = 1.0
 _LOGPROBS, _SEAL = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -133,6 +131,8 @@ class _Asked:
         include = body.include or ()
         self.has_logprobs = _LOGPROBS in include or bool(body.top_logprobs)
         self.has_seal = _SEAL in include
+        self.temperature = state.defaults.temperature if body.temperature is None else body.temperature
+        self.top_p = state.defaults.top_p if body.top_p is None else body.top_p
         reasoning = body.reasoning
         self.effort = reasoning.effort if reasoning else None
         self.summary = (reasoning.summary or reasoning.generate_summary) if reasoning else None
@@ -147,12 +147,14 @@ class _Asked:
 
     def ask(self, key: str | None) -> Ask:
         """The prompt and how its answer is drawn. Raises ApiError and ConfigError naming the field."""
-        body = self.body
+        body, defaults = self.body, self.state.defaults
         params = SamplingParams(
-            max_tokens=body.max_output_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or 0,
+            max_tokens=defaults.most_tokens(body.max_output_tokens),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=defaults.top_k if body.top_k is None else body.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
             seed=body.seed,
             logprobs=(body.top_logprobs or 0) if self.has_logprobs else None,
         )
@@ -177,8 +179,8 @@ class _Asked:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text=TextEcho(format_echo(body.text.format if body.text else None), (body.text and body.text.verbosity) or "medium"),
             reasoning=ReasoningEcho(self.effort, self.summary), metadata=body.metadata or {},
-            temperature=1.0 if body.temperature is None else body.temperature, top_p=1.0 if body.top_p is None else body.top_p,
-            store=body.store is not False, instructions=body.instructions, max_output_tokens=body.max_output_tokens,
+            temperature=self.temperature, top_p=self.top_p, store=body.store is not False,
+            instructions=body.instructions, max_output_tokens=body.max_output_tokens,
             max_tool_calls=body.max_tool_calls, previous_response_id=body.previous_response_id,
             prompt_cache_key=body.prompt_cache_key, safety_identifier=body.safety_identifier, top_logprobs=body.top_logprobs or 0,
             user=body.user,
@@ -217,7 +219,7 @@ class _Book:
         generation = generate(asked.state, await _off_loop(request, asked, asked.ask, request.scope["lamina_key"]))
         writer = ResponseWriter(
             asked.blank(), has_summary=asked.summary is not None, has_seal=asked.has_seal, has_logprobs=asked.has_logprobs,
-            namespaces=namespaces(body),
+            namespaces=namespaces(body), custom=custom_names(body),
         )  # fmt: skip
         work = _Work(_owner(request), writer, generation, asked)
         if body.stream:
@@ -317,11 +319,6 @@ class _Book:
             self._store.put(work.owner, response.id, to_json(response), messages, work.asked.before, len(work.asked.added))
 
     async def _stream(self, request: Request, work: _Work) -> EventStream:
-        try:
-            first = await begin(work.generation, _BEGIN_S)
-        except BaseException:
-            work.generation.cancel()
-            raise
         place = (work.owner, work.writer.response.id)
 
         def told(events: Sequence[StreamEvent]) -> bytes:
@@ -329,25 +326,24 @@ class _Book:
                 self._keep(work)
             return b"".join(map(_sse, events))
 
-        async def parts() -> AsyncIterator[bytes]:
+        async def parts(first: list[Piece] | None) -> AsyncIterator[bytes]:
             self._running[place] = work
             try:
                 yield told(work.writer.start())
-                async with aclosing(batches(work.generation, first)) as news:
-                    try:
-                        async for pieces in news:
-                            if part := told(work.push(pieces)):
-                                yield part
-                    except LaminaError as error:
-                        if not work.is_over:
-                            work.is_kept = isinstance(error, ApiError) and error.code == "cancelled"  # nobody waits for it
-                            yield told(work.end("error", to_api_error(error).message))
+                try:
+                    async for pieces in batches(work.generation, first):
+                        if part := told(work.push(pieces)):
+                            yield part
+                except LaminaError as error:
+                    if not work.is_over:
+                        work.is_kept = isinstance(error, ApiError) and error.code == "cancelled"  # nobody waits for it
+                        yield told(work.end("error", to_api_error(error).message))
                 if part := told(work.tail()):
                     yield part
             finally:
                 del self._running[place]
 
-        return EventStream(request, parts(), [work.generation])
+        return await EventStream(request, [work.generation]).of(parts)
 
 
 def _owner(request: Request) -> str:

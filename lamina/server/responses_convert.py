@@ -11,9 +11,11 @@ from lamina.chat.records import Json, Message, Role, Tool, ToolCall, ToolChoice
 from lamina.server.errors import ApiError, invalid, unsupported
 from lamina.server.limits import MAX_TOOLS
 from lamina.server.messages_convert import tool_name
+from lamina.server.responses_custom import arguments_of, to_function
 from lamina.server.responses_events import unseal
 from lamina.server.responses_schema import (
     CallItem,
+    CustomCallItem,
     FormatEcho,
     FunctionTool,
     InputItem,
@@ -27,6 +29,7 @@ from lamina.server.responses_schema import (
 )
 
 _ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "developer"}
+_CALLABLE = ("function", "custom")
 #: tools that OpenAI's servers run and agents always offer: an answer does without them, as it may do there
 _LEFT_OUT = ("web_search", "image_generation")
 #: what `include` may name; the first two change an answer, the others belong to tools and inputs that no answer has
@@ -35,6 +38,8 @@ INCLUDABLE = (
     "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
     "web_search_call.action.sources", "web_search_call.results",
 )  # fmt: skip
+_ASSISTANTS = ("reasoning", "function_call", "custom_tool_call")
+_ITEMS = ("message", *_ASSISTANTS, "function_call_output", "custom_tool_call_output", "item_reference")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -66,7 +71,7 @@ def to_messages(request: ResponsesRequest, history: Sequence[Message] = ()) -> t
     names = {call.id: call.name for message in history for call in message.tool_calls}
     for position, item in enumerate(request.input):
         at = f"input[{position}]"
-        is_assistants = item.type in ("reasoning", "function_call") or (item.type == "message" and item.role == "assistant")
+        is_assistants = item.type in _ASSISTANTS or (item.type == "message" and item.role == "assistant")
         if not is_assistants:
             messages += turn.close()
             turn = _Turn()
@@ -86,19 +91,21 @@ def to_messages(request: ResponsesRequest, history: Sequence[Message] = ()) -> t
                     messages += turn.close()
                     turn = _Turn()
                 turn.reasoning += _thoughts(item, at)
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 name = _whole_name(item.namespace, _given(item.name, f"{at}.name"))
-                call = ToolCall(_given(item.call_id, f"{at}.call_id"), name, item.arguments or "{}", item.namespace)
+                is_custom = item.type == "custom_tool_call"
+                arguments = arguments_of(item.input or "") if is_custom else item.arguments or "{}"
+                call = ToolCall(_given(item.call_id, f"{at}.call_id"), name, arguments, item.namespace, is_custom)
                 names[call.id] = call.name
                 turn.calls.append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 call_id = _given(item.call_id, f"{at}.call_id")
                 if call_id not in names:
-                    raise invalid(f"{at}.call_id", call_id, "the call_id of a function_call before it")
+                    raise invalid(f"{at}.call_id", call_id, "the call_id of a call before it")
                 text = _text(item.output, f"{at}.output")
                 messages.append(Message("tool", text, tool_call_id=call_id, name=names[call_id]))
             case _:
-                raise invalid(f"{at}.type", item.type, "message, function_call, function_call_output, reasoning, item_reference")
+                raise invalid(f"{at}.type", item.type, ", ".join(_ITEMS))
     messages += turn.close()
     if not messages and not history:
         raise invalid("input", [], "at least one item")
@@ -151,6 +158,10 @@ def answer_messages(output: Sequence[OutputItem]) -> tuple[Message, ...]:
             case CallItem() if item.status == "completed":
                 namespace = None if isinstance(item.namespace, UnsetType) else item.namespace
                 turn.calls.append(ToolCall(item.call_id, _whole_name(namespace, item.name), item.arguments, namespace))
+            case CustomCallItem() if item.status == "completed":
+                namespace = None if isinstance(item.namespace, UnsetType) else item.namespace
+                name = _whole_name(namespace, item.name)
+                turn.calls.append(ToolCall(item.call_id, name, arguments_of(item.input), namespace, is_custom=True))
             case _:
                 pass
     return tuple(turn.close())
@@ -182,16 +193,21 @@ def namespaces(request: ResponsesRequest) -> Mapping[str, tuple[str, str]]:
     return {one.whole_name: (one.namespace, one.name) for one in _functions(request) if one.namespace is not None}
 
 
+def custom_names(request: ResponsesRequest) -> frozenset[str]:
+    """The custom tools among the functions, by the name that the model writes."""
+    return frozenset(one.whole_name for one in _functions(request) if one.tool.type == "custom")
+
+
 def to_choice(request: ResponsesRequest) -> ToolChoice:
     """Whether and what the model has to call. Raises ApiError naming the field."""
     picked = request.tool_choice
     if isinstance(picked, ToolPick):
         if picked.type == "allowed_tools":
             return ToolChoice("required" if picked.mode == "required" else "auto")
-        if picked.type != "function":
-            raise invalid("tool_choice.type", picked.type, "function or allowed_tools")
+        if picked.type not in _CALLABLE:
+            raise invalid("tool_choice.type", picked.type, "function, custom or allowed_tools")
         name = _given(picked.name, "tool_choice.name")
-        names = [one.whole_name for one in _functions(request)]
+        names = [one.whole_name for one in _functions(request) if one.tool.type == picked.type]
         if name not in names:
             raise invalid("tool_choice.name", name, f"one of the tools: {', '.join(names) or 'there are none'}")
         return ToolChoice("named", name)
@@ -256,21 +272,24 @@ def _functions(request: ResponsesRequest) -> Iterator[_Function]:
     """All functions, those of namespaces too. Raises ApiError naming a tool of another type."""
     for position, tool in enumerate(request.tools or ()):
         at = f"tools[{position}]"
-        if tool.type == "function":
+        if tool.type in _CALLABLE:
             yield _Function(at, tool, None, _given(tool.name, f"{at}.name"))
         elif tool.type == "namespace":
             namespace = _given(tool.name, f"{at}.name")
             for place, inner in enumerate(tool.tools or ()):
                 here = f"{at}.tools[{place}]"
-                if inner.type != "function":
-                    raise invalid(f"{here}.type", inner.type, "function")
+                if inner.type not in _CALLABLE:
+                    raise invalid(f"{here}.type", inner.type, "function, custom")
                 yield _Function(here, inner, namespace, _given(inner.name, f"{here}.name"))
         elif not tool.type.startswith(_LEFT_OUT):
-            raise invalid(f"{at}.type", tool.type, "function, namespace")
+            raise invalid(f"{at}.type", tool.type, f"function, custom, namespace; {' and '.join(_LEFT_OUT)} are left out")
 
 
 def _tool(one: _Function) -> Tool:
     tool, name = one.tool, tool_name(one.whole_name, f"{one.at}.name")
+    if tool.type == "custom":
+        form = None if isinstance(tool.format, UnsetType) else tool.format
+        return to_function(name, tool.description, form, f"{one.at}.format")
     record: dict[str, Json] = {"name": name}
     if tool.description is not None:
         record["description"] = tool.description
@@ -282,8 +301,8 @@ def _tool(one: _Function) -> Tool:
 def _allowed(picked: ToolPick, names: Sequence[str]) -> set[str]:
     found = set()
     for position, one in enumerate(picked.tools or ()):
-        if one.type != "function":
-            raise invalid(f"tool_choice.tools[{position}].type", one.type, "function")
+        if one.type not in _CALLABLE:
+            raise invalid(f"tool_choice.tools[{position}].type", one.type, "function, custom")
         if one.name not in names:
             raise invalid(f"tool_choice.tools[{position}].name", one.name, "the name of one of the tools")
         found.add(one.name)

@@ -3,7 +3,7 @@
 import base64
 import binascii
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,10 +12,13 @@ from msgspec import UNSET, UnsetType
 
 from lamina.chat.records import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from lamina.server.generation import Totals
+from lamina.server.responses_custom import InputReader
 from lamina.server.responses_schema import (
     ArgumentsEvent,
     CallItem,
+    CustomCallItem,
     IncompleteDetails,
+    InputEvent,
     InputTokensDetails,
     ItemEvent,
     ItemStatus,
@@ -59,9 +62,9 @@ def unseal(sealed: str) -> str | None:
 
 @dataclass(slots=True)
 class _Open:
-    """An item that is still written. pieces  of its text or arguments."""
+    """An item that is still written. pieces  of its text, arguments or input."""
 
-    kind: Literal["reasoning", "message", "call"]
+    kind: Literal["reasoning", "message", "call", "custom"]
     id: str
     position: int
     call_id: str = ""
@@ -69,6 +72,7 @@ class _Open:
     namespace: str | UnsetType = UNSET
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    reader: InputReader = field(default_factory=InputReader)  # of a custom tool's call
 
 
 class ResponseWriter:
@@ -76,16 +80,16 @@ class ResponseWriter:
 
     blank  the response as it was asked for: no output, in progress.
     has_summary  thoughts also come as summaries.   has_seal  and as `encrypted_content`.   has_logprobs  texts carry them.
-    namespaces   namespace and name of functions, by the name that the model writes.
+    namespaces   namespace and name of functions, by the name that the model writes.   custom  those that are custom tools.
     """
 
     def __init__(
         self, blank: ResponseObject, *, has_summary: bool = False, has_seal: bool = False, has_logprobs: bool = False,
-        namespaces: Mapping[str, tuple[str, str]] | None = None,
+        namespaces: Mapping[str, tuple[str, str]] | None = None, custom: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.response = blank
         self._has_summary, self._has_seal, self._has_logprobs = has_summary, has_seal, has_logprobs
-        self._namespaces = namespaces or {}
+        self._namespaces, self._custom = namespaces or {}, custom
         self._number = 0
         self._items: list[OutputItem | None] = []
         self._open: dict[int, _Open] = {}  # calls by their index; the open reasoning or message is at -1
@@ -103,13 +107,15 @@ class ResponseWriter:
                 return self._add_text("message", text, logprobs)
             case CallStart(index, call_id, name):
                 found = self._close_text("completed")
-                item = self._new("call", "fc")
+                item = self._new("custom", "ctc") if name in self._custom else self._new("call", "fc")
                 item.call_id = call_id
                 item.namespace, item.name = self._namespaces.get(name, (UNSET, name))
                 self._open[index] = item
                 return [*found, self._item_event("added", item.position, self._finished(item, "in_progress"))]
             case CallArguments(index, text):
                 item = self._open[index]
+                if item.kind == "custom":
+                    return self._add_input(item, item.reader.push(text))
                 item.pieces.append(text)
                 return [
                     ArgumentsEvent("response.function_call_arguments.delta", self._next(), item.id, item.position, delta=text)
@@ -150,7 +156,14 @@ class ResponseWriter:
     def _item_event(self, name: str, position: int, item: OutputItem) -> ItemEvent:
         return ItemEvent(f"response.output_item.{name}", self._next(), position, item)
 
-    def _new(self, kind: Literal["reasoning", "message", "call"], prefix: str) -> _Open:
+    def _add_input(self, item: _Open, text: str) -> list[StreamEvent]:
+        """More of the text that a custom tool is given."""
+        if not text:
+            return []
+        item.pieces.append(text)
+        return [InputEvent("response.custom_tool_call_input.delta", self._next(), item.id, item.position, delta=text)]
+
+    def _new(self, kind: Literal["reasoning", "message", "call", "custom"], prefix: str) -> _Open:
         """A new item. Its id names the response, where `item_reference` finds it."""
         self._items.append(None)
         return _Open(kind, f"{prefix}_{self.response.id.removeprefix('resp_')}_{len(self._items)}", len(self._items) - 1)
@@ -198,14 +211,16 @@ class ResponseWriter:
 
     def _close(self, index: int, status: ItemStatus) -> list[StreamEvent]:
         item = self._open.pop(index)
+        found = self._add_input(item, item.reader.finish()) if item.kind == "custom" else []
         text = "".join(item.pieces)
-        found: list[StreamEvent] = []
         place = (item.id, item.position)
         whole = self._finished(item, status)
         match whole:
             case CallItem():
                 name = "response.function_call_arguments.done"
                 found.append(ArgumentsEvent(name, self._next(), *place, name=item.name, arguments=text))
+            case CustomCallItem():
+                found.append(InputEvent("response.custom_tool_call_input.done", self._next(), *place, input=text))
             case MessageItem():
                 name = "response.output_text.done"
                 found.append(TextEvent(name, self._next(), *place, 0, text=text, logprobs=item.logprobs))
@@ -227,6 +242,8 @@ class ResponseWriter:
         text = "".join(item.pieces)
         if item.kind == "call":
             return CallItem(item.id, item.call_id, item.name, text, status, item.namespace)
+        if item.kind == "custom":
+            return CustomCallItem(item.id, item.call_id, item.name, text, status, item.namespace)
         if item.kind == "message":
             return MessageItem(item.id, status, [OutputText(text, logprobs=item.logprobs if self._has_logprobs else [])])
         summary = [SummaryText(text)] if self._has_summary else []

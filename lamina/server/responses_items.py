@@ -8,7 +8,8 @@ from msgspec import UNSET
 
 from lamina.chat.records import Message
 from lamina.server.errors import ApiError, invalid
-from lamina.server.responses_schema import CallItem, OutputText, ReasoningItem, ReasoningText
+from lamina.server.responses_custom import input_of
+from lamina.server.responses_schema import CallItem, CustomCallItem, OutputText, ReasoningItem, ReasoningText
 
 MAX_LIMIT, LIMIT = 100, 20
 
@@ -37,7 +38,16 @@ class CallOutput(msgspec.Struct, frozen=True, tag="function_call_output"):
     status: str = "completed"
 
 
-ListedItem = InputMessage | ReasoningItem | CallItem | CallOutput
+class CustomOutput(msgspec.Struct, frozen=True, tag="custom_tool_call_output"):
+    """The result of a custom tool's call."""
+
+    id: str
+    call_id: str
+    output: str
+    status: str = "completed"
+
+
+ListedItem = InputMessage | ReasoningItem | CallItem | CustomCallItem | CallOutput | CustomOutput
 
 
 class ItemList(msgspec.Struct, frozen=True):
@@ -53,6 +63,7 @@ class ItemList(msgspec.Struct, frozen=True):
 def items_of(response_id: str, messages: Sequence[Message]) -> list[ListedItem]:
     """The items that a response's input was made of, oldest first, those before it included. Their ids are always the same."""
     found: list[ListedItem] = []
+    custom: set[str] = set()  # calls of custom tools
 
     def new_id(prefix: str) -> str:
         digest = hashlib.blake2b(f"{response_id} {len(found)}".encode(), digest_size=12)
@@ -60,7 +71,9 @@ def items_of(response_id: str, messages: Sequence[Message]) -> list[ListedItem]:
 
     for message in messages:
         if message.role == "tool":
-            found.append(CallOutput(new_id("fco"), message.tool_call_id or "", message.content))
+            call_id = message.tool_call_id or ""
+            made = CustomOutput(new_id("ctco"), call_id, message.content)
+            found.append(made if call_id in custom else CallOutput(new_id("fco"), call_id, message.content))
             continue
         if message.reasoning:
             found.append(ReasoningItem(new_id("rs"), [], [ReasoningText(message.reasoning)], "completed"))
@@ -71,8 +84,12 @@ def items_of(response_id: str, messages: Sequence[Message]) -> list[ListedItem]:
         for call in message.tool_calls:
             space = call.namespace
             name = call.name if space is None else call.name.removeprefix(f"{space}.")
-            item = CallItem(new_id("fc"), call.id, name, call.arguments, "completed", UNSET if space is None else space)
-            found.append(item)
+            shown = UNSET if space is None else space
+            if call.is_custom:
+                custom.add(call.id)
+                found.append(CustomCallItem(new_id("ctc"), call.id, name, input_of(call.arguments), "completed", shown))
+            else:
+                found.append(CallItem(new_id("fc"), call.id, name, call.arguments, "completed", shown))
     return found
 
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from lamina.server.limits import (
+    MAX_GRAMMAR_BYTES,
     MAX_PARTS,
     MAX_TOOLS,
     CallId,
@@ -33,11 +34,25 @@ PartType = Annotated[
 ]
 ItemType = Annotated[
     str,
-    Meta(extra_json_schema={"enum": ["message", "function_call", "function_call_output", "reasoning", "item_reference"]}),
+    Meta(
+        extra_json_schema={
+            "enum": [
+                "message",
+                "function_call",
+                "function_call_output",
+                "custom_tool_call",
+                "custom_tool_call_output",
+                "reasoning",
+                "item_reference",
+            ]
+        }
+    ),
 ]
 ItemRole = Annotated[str, Meta(extra_json_schema={"enum": ["user", "assistant", "system", "developer"]})]
-FunctionType = Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
-ToolType = Annotated[str, Meta(extra_json_schema={"enum": ["function", "namespace", "web_search", "image_generation"]})]
+FunctionType = Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom"]})]
+ToolType = Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom", "namespace", "web_search", "image_generation"]})]
+FormatType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "grammar"]})]
+Syntax = Annotated[str, Meta(extra_json_schema={"enum": ["lark", "regex"]})]
 
 # What a client sends ------------------------------------------------------------------------------------------------
 
@@ -54,6 +69,7 @@ class InputItem(msgspec.Struct, frozen=True):
     """One item of the input; which fields count depends on its type.
 
     message role, content.   function_call name, namespace, arguments, call_id.   function_call_output call_id, output.
+    custom_tool_call name, namespace, input, call_id.   custom_tool_call_output call_id, output.
     reasoning content, else encrypted_content, else summary.   item_reference id, of an item of a response that is kept.
     """
 
@@ -65,27 +81,40 @@ class InputItem(msgspec.Struct, frozen=True):
     name: Name | None = None
     namespace: Name | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
 
+class CustomFormat(msgspec.Struct, frozen=True):
+    """What a custom tool's text must be: any text, or what a grammar describes."""
+
+    type: FormatType = "text"
+    syntax: Syntax | None = None
+    definition: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] | None = None
+
+
 class FunctionTool(msgspec.Struct, frozen=True):
-    """A function that the model may call. parameters  JSON schema of its arguments.   tools  functions of a namespace."""
+    """A function that the model may call. parameters  JSON schema of its arguments.   tools  functions of a namespace.
+
+    A custom tool is given a text instead of arguments. format  of that text.
+    """
 
     type: ToolType
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    format: CustomFormat | UnsetType | None = UNSET
     tools: Annotated[list["FunctionTool"], Meta(max_length=MAX_TOOLS)] | UnsetType | None = UNSET
 
 
 class ToolPick(msgspec.Struct, frozen=True):
-    """A choice of tools: one function by name, or those of a list (allowed_tools) with a mode."""
+    """A choice of tools: one function or custom tool by name, or those of a list (allowed_tools) with a mode."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "allowed_tools"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom", "allowed_tools"]})]
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list["AllowedTool"], Meta(max_length=MAX_TOOLS)] | None = None
@@ -215,7 +244,18 @@ class CallItem(msgspec.Struct, frozen=True, tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(msgspec.Struct, frozen=True, tag="custom_tool_call"):
+    """A call of a custom tool. input  the text that it is given; incomplete: it was cut off."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -408,6 +448,17 @@ class ArgumentsEvent(msgspec.Struct, frozen=True):
     arguments: str | UnsetType = UNSET
 
 
+class InputEvent(msgspec.Struct, frozen=True):
+    """response.custom_tool_call_input.delta or .done."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 class ErrorEvent(msgspec.Struct, frozen=True):
     """The stream ends here: something went wrong that the response cannot tell."""
 
@@ -418,4 +469,6 @@ class ErrorEvent(msgspec.Struct, frozen=True):
     type: str = "error"
 
 
-StreamEvent = Lifecycle | ItemEvent | PartEvent | SummaryPartEvent | TextEvent | SummaryEvent | ArgumentsEvent | ErrorEvent
+StreamEvent = (
+    Lifecycle | ItemEvent | PartEvent | SummaryPartEvent | TextEvent | SummaryEvent | ArgumentsEvent | InputEvent | ErrorEvent
+)

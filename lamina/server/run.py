@@ -16,6 +16,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
 from lamina.chat.formats import ChatFormat
 from lamina.engine.client import EngineClient
+from lamina.engine.default_sampling import find_defaults
 from lamina.engine.text import load_codec
 from lamina.engine.wire import Progress, Ready
 from lamina.server import ui
@@ -126,5 +127,6 @@ async def _drain(state: ServerState, web: uvicorn.Server) -> None:
 
 
 def make_state(settings: ServerSettings, config: EngineConfig, directory: Path, chat: ChatFormat | None) -> ServerState:
-    """The server's state before the engine runs. Raises ConfigError if the tokenizer cannot be read."""
-    return ServerState(settings, EngineClient(config), load_codec(directory), chat)
+    """The server's state before the engine runs. Raises ConfigError if the tokenizer or generation_config.json cannot be read."""
+    defaults = find_defaults(directory, settings.generation_config)
+    return ServerState(settings, EngineClient(config), load_codec(directory), chat, defaults)

@@ -15,6 +15,7 @@ class ServerSettings:
     max_body_bytes  largest body.   max_header_bytes  largest head.
     client_s        how long a client may take to send a head or a body, or to read what was sent, before it is cut off.
     keep_alive_s    a stream that has sent nothing for so long sends a sign of life; 0: never.
+    generation_config  whose defaults of sampling apply: auto (the checkpoint's generation_config.json), vllm, or a directory.
     drain_s         how long running requests may go on after SIGTERM.
     stall_s         work that waits while no token moves for so long makes /health fail.
     raw_special_tokens  special tokens in users' texts come to life, as the model's own encoder does.
@@ -35,6 +36,7 @@ class ServerSettings:
     max_header_bytes: int = 32 * 1024
     client_s: float = 60.0
     keep_alive_s: float = 15.0
+    generation_config: str = "auto"
     drain_s: float = 30.0
     stall_s: float = 30.0
     raw_special_tokens: bool = False

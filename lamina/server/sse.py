@@ -12,17 +12,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lamina.base.errors import LaminaError
 from lamina.base.log import get_logger
 from lamina.server.body import state_of, to_json
 from lamina.server.errors import body_of, to_api_error
-from lamina.server.generation import Generation, wait_until_gone
+from lamina.server.generation import Generation, Piece
 
 _LOG = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every reader of such streams passes over
+_FIRST_S = 1.0  # how long a stream may wait for its first tokens before its head is sent
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,22 +49,39 @@ class EventStream:
     """
 
     def __init__(
-        self, request: Request, parts: AsyncIterator[bytes], generations: Sequence[Generation],
-        on_error: Callable[[Exception], bytes] = error_data, keep_alive: bytes = KEEP_ALIVE,
+        self, request: Request, generations: Sequence[Generation], on_error: Callable[[Exception], bytes] = error_data,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:  # fmt: skip
         self._request = request
-        self._parts = parts
         self._generations = generations
+        self._watch = cancelled_when_gone(request, generations)
+        self._parts: AsyncIterator[bytes] | None = None
         self._on_error = on_error
         self._keep_alive = keep_alive
         self._sent_s = time.monotonic()
         self._is_sending = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._sign: asyncio.Task[None] | None = None
+
+    async def of(self, parts_from: Callable[[list[Piece] | None], AsyncIterator[bytes]]) -> "EventStream":
+        """This, with its bytes. parts_from  gets the first pieces where there is one generation and they have come in a moment.
+
+        Raises what refuses the prompt at once, so that this is an answer with a status of its own.
+        """
+        try:
+            first = await self._generations[0].begin(_FIRST_S) if len(self._generations) == 1 else None
+        except BaseException:
+            self._watch.end()
+            raise
+        self._parts = parts_from(first)
+        return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
-        async with cancelled_when_gone(self._request, self._generations):
+        assert self._parts is not None
+        async with self._watch:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-            ticking = asyncio.create_task(self._tick(send))
+            self._wait_for_silence(send)
             goes_on = True
             try:
                 async for part in self._parts:
@@ -73,47 +91,66 @@ class EventStream:
                     self._is_sending = False
                     self._sent_s = time.monotonic()
             except Exception as error:
-                ticking.cancel()
+                self._stop_waiting()
                 if not isinstance(error, LaminaError):
                     _LOG.error("stream failed request=%s", scope["lamina_id"], exc_info=error)
                 await send({"type": "http.response.body", "body": self._on_error(error), "more_body": True})
             finally:
-                ticking.cancel()
+                self._stop_waiting()
             if goes_on:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _tick(self, send: Send) -> None:
-        """A sign of life each time that nothing was sent for keep_alive_s."""
+    def _wait_for_silence(self, send: Send) -> None:
+        """Sends a sign of life each time that nothing was sent for keep_alive_s. (A timer costs less than a task.)"""
         pause_s = state_of(self._request).settings.keep_alive_s
-        while pause_s:
-            await asyncio.sleep(max(0.0, self._sent_s + pause_s - time.monotonic()))
-            if time.monotonic() - self._sent_s < pause_s:
-                continue
-            if not self._is_sending:  # else it is the client that does not read
-                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
-            self._sent_s = time.monotonic()
+        if not pause_s:
+            return
+        now = time.monotonic()
+        if now - self._sent_s >= pause_s:
+            self._sent_s = now
+            is_waiting = self._is_sending or (self._sign is not None and not self._sign.done())
+            if not is_waiting:  # else it is the client that does not read
+                message = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+                self._sign = asyncio.ensure_future(_sent(send, message))
+        left_s = self._sent_s + pause_s - now
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._wait_for_silence, send)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sign is not None:
+            self._sign.cancel()
+
+
+async def _sent(send: Send, message: Message) -> None:
+    await send(message)
 
 
 class cancelled_when_gone:
-    """While this runs, generations are cancelled when the client goes; at the end in any case."""
+    """From now on generations are cancelled when the client goes; at the end in any case."""
 
     def __init__(self, request: Request, generations: Sequence[Generation]) -> None:
         self._generations = generations
         self._gone = asyncio.create_task(_watch(request, generations))
 
-    async def __aenter__(self) -> None:
-        """Nothing more."""
-
-    async def __aexit__(self, *_: object) -> None:
+    def end(self) -> None:
         """The end, however it came."""
         self._gone.cancel()
         for generation in self._generations:
             generation.cancel()
 
+    async def __aenter__(self) -> None:
+        """Nothing more."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """The end."""
+        self.end()
+
 
 async def _watch(request: Request, generations: Sequence[Generation]) -> None:
     """Waits for the client to go."""
-    await wait_until_gone(request)
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
     if not all(one.is_finished for one in generations):
         state_of(request).counters.disconnects += 1
         for generation in generations:

@@ -5,11 +5,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from starlette.types import Scope
 
 from lamina.base.log import event, get_logger
 from lamina.chat.formats import ChatFormat
 from lamina.engine.client import EngineClient
+from lamina.engine.default_sampling import SamplingDefaults
 from lamina.engine.text import TextCodec
 from lamina.engine.wire import Ready
 from lamina.server.errors import ApiError
@@ -18,8 +20,7 @@ from lamina.server.settings import ServerSettings
 _LOG = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRecord:
+class GenerationRecord(msgspec.Struct, frozen=True):
     """A prompt that has ended, all its outputs together. Seconds since it was asked; first_token_s None: there was none.
 
     finish  reason of each output: stop, length, tool_calls, deadline, abort, error, refused.
@@ -66,12 +67,16 @@ class Counters:
 
 @dataclass(slots=True)
 class ServerState:
-    """One per process; handlers find it at `request.app.state.lamina`. codec None: token ids only; chat None: no chats."""
+    """One per process; handlers find it at `request.scope["lamina_state"]`. codec None: token ids only; chat None: no chats.
+
+    defaults  what applies where a request does not say how to sample.
+    """
 
     settings: ServerSettings
     client: EngineClient
     codec: TextCodec | None = None
     chat: ChatFormat | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     counters: Counters = field(default_factory=Counters)
     observers: list[Observer] = field(default_factory=list)
     in_flight: int = 0

@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 from html import escape
 
+from msgspec.structs import replace
 from nicegui import ui
 
-from lamina import SamplingParams
 from lamina.base.errors import LaminaError
 from lamina.base.log import get_logger
 from lamina.chat.records import CallArguments, CallEnd, CallStart, ChatOptions, Content, Event, Message, Reasoning
@@ -87,7 +87,8 @@ class ChatBox:
         with ui.element("div").classes("controls"):
             self.thinking = ui.checkbox("Think", value=False)
             self.thinking.set_visibility(self.state.chat is not None and self.state.chat.end_of_thinking is not None)
-            self.temperature = ui.number("Temperature", value=1.0, min=0, max=2, step=0.1).props("dense outlined")
+            usual = self.state.defaults.temperature
+            self.temperature = ui.number("Temperature", value=usual, min=0, max=2, step=0.1).props("dense outlined")
             self.max_tokens = ui.number("Max tokens", value=DEFAULT_MAX_TOKENS, min=1, step=1, precision=0).props(
                 "dense outlined"
             )
@@ -166,9 +167,9 @@ class ChatBox:
 
     def _ask(self, messages: list[Message]) -> Ask:
         """The question as the server's other endpoints would put it. Raises ConfigError and ApiError naming the field."""
-        params = SamplingParams(
-            max_tokens=int(self.max_tokens.value or DEFAULT_MAX_TOKENS), temperature=float(self.temperature.value or 0.0)
-        )
+        most, temperature = int(self.max_tokens.value or DEFAULT_MAX_TOKENS), float(self.temperature.value or 0.0)
+        defaults = self.state.defaults
+        params = replace(defaults, temperature=temperature, max_tokens=defaults.most_tokens(most)).params()
         salt = salt_of(self.state, None, self.api_key)
         if self.state.chat is None:
             codec = self.state.need_codec("messages")

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from lamina.base.errors import ConfigError
 from lamina.engine import text as text_module
-from lamina.engine.text import Detokeniser, StopChecker, TextCodec, load_codec
+from lamina.engine.text import Detokeniser, TextCodec, load_codec
+from lamina.engine.text_stops import StopChecker
 
 TEXT = [
     "The log and the slot: what a request remembers is short, exact and explained.",
@@ -111,6 +112,16 @@ def streamed(codec: TextCodec, ids: list[int], skip: bool) -> str:
     return "".join([detokeniser.push(token_id) for token_id in ids]) + detokeniser.finish()
 
 
+def streamed_in_runs(codec: TextCodec, ids: list[int], skip: bool, rng: random.Random) -> str:
+    """As `streamed`, several tokens at a time."""
+    detokeniser, shown, at = Detokeniser(codec, skip), "", 0
+    while at < len(ids):
+        count = rng.randrange(1, 9)
+        shown += detokeniser.push(*ids[at : at + count])
+        at += count
+    return shown + detokeniser.finish()
+
+
 STRIPS_ENDS = {"strip_both", "strip_each_end", "fused_replace", "byte_level_last"}
 NAMES = ["byte_level", "byte_level_sequence", "trained_wordpiece", *STREAMED, *WHOLE_ONLY]
 
@@ -135,6 +146,7 @@ def test_streamed_equals_whole_for_random_ids(name: str, codecs_by_name: dict[st
                 continue
             compared += 1
             assert streamed(codec, ids, skip) == whole, (ids, skip)
+            assert streamed_in_runs(codec, ids, skip, rng) == whole, (ids, skip)
     assert compared > 200
 
 

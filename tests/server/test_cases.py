@@ -4,8 +4,10 @@ The model writes scripts (see scripted_server.py), token by token or byte by byt
 """
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -15,7 +17,12 @@ import httpx
 import openai
 import pytest
 
+from lamina.chat.dsml import DsmlFormat
+from lamina.chat.records import CallStart, ChatOptions, Tool
 from lamina.engine.text import TextCodec, load_codec
+from lamina.engine.wire import Sampling
+from lamina.server.batches import joined
+from lamina.server.generation import Ask, _Child
 
 
 class Served(Protocol):
@@ -227,6 +234,31 @@ def test_a_stop_of_any_characters_across_tokens(ask, is_split: bool) -> None:
         answer = ask("unicode", is_split, stop=[stop, "never"])
         assert (answer.content, answer.stop) == (text[: text.index(stop)], stop)
     assert ask("unicode", is_split).content == text
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_tokens_that_come_together_are_as_one_by_one(codec: TextCodec, scripts, name: str, stop: tuple[str, ...]) -> None:
+    """What is shown, and how many tokens were thoughts, whether control tokens end these or plain text does."""
+    rng = random.Random(name)
+    options = ChatOptions(tools=tuple(Tool(one["function"]["name"], one["function"]) for one in TOOLS))
+    for is_split, is_token in ((False, True), (True, True), (True, False)):
+        ids = scripts[name, is_split].ids
+        thinks = "</think>" in SCRIPTS[name]
+        make = partial(DsmlFormat(has_think_tokens=is_token).parser, options, thinks)
+        found = []
+        for most in (1, 4, 40):
+            child = _Child(Ask([1], Sampling(), stop, parser_of=make), codec)
+            events, at = [], 0
+            while at < len(ids) and child.is_open:
+                count = rng.randrange(1, most + 1)
+                group = ids[at : at + count]
+                events += child.push(group, at + count >= len(ids))[0]
+                at += count
+            events += child.end("stop")
+            calls = [one for one in joined(events) if not isinstance(one, CallStart)]  # their ids are random
+            found.append((calls, child.num_reasoning, child.num_tokens, child.num_calls, child.finish, child.matched))
+        assert found[0] == found[1] == found[2] and (found[0][1] > 0) == thinks
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------

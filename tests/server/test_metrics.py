@@ -2,10 +2,10 @@
 
 import math
 import re
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.base.config import EngineConfig

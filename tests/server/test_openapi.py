@@ -128,7 +128,9 @@ def shorten(body: object) -> None:
     """Answers of a few tokens; everything else stays as it was generated."""
     if not isinstance(body, dict):
         return
-    names = [name for name in LENGTHS if name in body] or (["max_tokens"] if "messages" in body or "prompt" in body else [])
+    names = [name for name in LENGTHS if name in body] or (
+        ["max_tokens"] if "messages" in body or body.get("prompt") is not None else []
+    )
     names = names or ["max_output_tokens"]
     for name in names:
         wanted = body.get(name)

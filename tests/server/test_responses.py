@@ -56,9 +56,21 @@ ANSWERS: dict[str, tuple[list[Event], str]] = {
          CallArguments(1, "}"), CallEnd(1)],
         "tool_calls",
     ),
+    "custom calls": (
+        [CallStart(0, "call_a", "patch"), CallArguments(0, '{"inp'), CallArguments(0, 'ut": "*** \\ud83d'), CallEnd(0),
+         CallStart(1, "call_b", "patch"), CallArguments(1, '{"other": 1, "input": "x"}'), CallEnd(1)],
+        "tool_calls",
+    ),
+    "cut custom call": ([CallStart(0, "call_a", "patch"), CallArguments(0, '{"input": "ab\\')], "length"),
     "cut call": ([CallStart(0, "call_a", "f"), CallArguments(0, '{"x"')], "length"),
     "deadline": ([Content("x")], "deadline"),
     "abort": ([Content("x")], "abort"),
+}  # fmt: skip
+
+
+OWN_EVENTS = {
+    "message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }  # fmt: skip
 
 
@@ -66,7 +78,7 @@ ANSWERS: dict[str, tuple[list[Event], str]] = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_stream_is_what_the_client_library_reads(name: str, has_summary: bool) -> None:
     events, finish = ANSWERS[name]
-    writer = ResponseWriter(blank(), has_summary=has_summary, has_seal=True)
+    writer = ResponseWriter(blank(), has_summary=has_summary, has_seal=True, custom={"patch"})
     written = writer.start()
     for event in events:
         written += writer.push(event)
@@ -94,9 +106,9 @@ def test_a_stream_is_what_the_client_library_reads(name: str, has_summary: bool)
         ]
         assert mine[0]["type"] == "response.output_item.added" and mine[-1]["type"] == "response.output_item.done"
         assert mine[-1]["item"] == item and mine[0]["item"]["id"] == item["id"]
-        own = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}[item["type"]]
+        own = OWN_EVENTS[item["type"]]
         text = "".join(r["delta"] for r in mine if r["type"] == f"response.{own}.delta")
-        whole = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        whole = item.get("arguments", item.get("input")) or item["content"][0]["text"]
         assert text == whole
         assert [r for r in mine if r["type"] == f"response.{own}.done"]
         if item["type"] == "reasoning":
@@ -184,6 +196,10 @@ def test_tools_and_choices() -> None:
     assert to_choice(request).mode == "required" and [tool.name for tool in to_tools(request)] == ["g"]
 
 
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " /.+/'}
+
+
 SPACE = {"type": "namespace", "name": "agents", "description": "d", "tools": [FUNCTION, {"type": "function", "name": "g"}]}
 
 
@@ -231,8 +247,16 @@ def test_functions_of_a_namespace_are_named_with_it_and_answered_without() -> No
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_image"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "missing"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "missing"),
-        ({"input": [{"type": "function_call_output", "call_id": "z", "output": "x"}]}, "input[0].call_id", "function_call"),
+        ({"input": [{"type": "function_call_output", "call_id": "z", "output": "x"}]}, "input[0].call_id", "a call before it"),
         ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type", "file_search"),
+        ({"input": "x", "tools": [PATCH, {"type": "local_shell"}]}, "tools[1].type", "local_shell"),
+        ({"input": "x", "tools": [PATCH | {"format": {"type": "grammar"}}]}, "tools[0].format.definition", "missing"),
+        ({"input": "x", "tools": [PATCH | {"format": LARK | {"syntax": "ebnf"}}]}, "tools[0].format.syntax", "lark, regex"),
+        (
+            {"input": "x", "tools": [PATCH], "tool_choice": {"type": "function", "name": "apply_patch"}},
+            "tool_choice.name",
+            "none",
+        ),
         ({"input": "x", "tools": [FUNCTION, FUNCTION]}, "tools[1].name", "once"),
         ({"input": "x", "tools": [SPACE, SPACE]}, "tools[1].tools[0].name", "once"),
         ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "missing"),
@@ -560,8 +584,8 @@ def test_the_input_of_a_response_is_listed_in_pages(server) -> None:
 
 def test_what_is_not_served_is_named(server) -> None:
     for fields, param in (
-        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
-        ({"input": [{"type": "custom_tool_call_output", "call_id": "x", "output": "y"}]}, "input[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"input": [{"type": "local_shell_call_output", "id": "x", "output": "y"}]}, "input[0].type"),
         ({"include": ["message.output_text.logprobs", "everything"]}, "include[1]"),
         ({"background": True}, "background"),
     ):

@@ -3,10 +3,10 @@
 import asyncio
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lamina.base.errors import ConfigError
 from lamina.server.state import GenerationRecord
