@@ -1,7 +1,7 @@
 """Where every byte of a request lies: a pure function of the memories, the block size and the draft length.
 
 A block page holds `block_tokens` native tokens of all logs of all layers. A slot holds every ring, fold and snapshot of
-one running request in a whole number of pages. A checkpoint holds the live part of a slot, rows oldest first.
+one running request in a whole number of pages; what was final q tokens ago can be read from it for q up to the draft length. A checkpoint holds the live part of a slot, rows oldest first.
 A window too large for a slot is a tail: a log with a left edge, in blocks of pages of its own.
 Within all four each field is an array of its own that starts at a multiple of 128 bytes, and the fields of one memory
 of one layer are in one page:
@@ -102,7 +102,7 @@ class Layout:
     def slot_live(self, position: int) -> tuple[tuple[RowRange, ...], ...]:
         """For each slot span the live row ranges at `position`, oldest first."""
         live = [memory.slot_live(position, self.draft_tokens) for memory in self._slot_kinds]
-        live.append((((0, 1),) if position > 0 else (),))  # number -1: the hidden vector
+        live.append((((position % (1 + self.draft_tokens), 1),) if position > 0 else (),))  # number -1: the hidden vector
         return tuple(live[kind][part] for kind, part in self._slot_of)
 
     def checkpoint_spans(self, position: int) -> tuple[Span, ...]:
@@ -168,11 +168,17 @@ def make_layout(
                     (256 for 128), else a power of two from 16 up whose page reaches min_page_bytes and wastes least (64 at the
                     most where there is nothing but logs, because prefixes are then hit in whole blocks).
     min_page_bytes  also what a window must exceed, beside a page, to be kept as a tail.
-    Raises ConfigError for a block size that is no multiple of the strides or too small for one memory's slot part.
+    draft_tokens    most tokens drafted ahead: rings have so many rows more, folds and the hidden vector a row for each.
+    Raises ConfigError for a block size that is no multiple of the strides or too small for one memory's slot part, and for
+    drafts where a memory cannot take them back.
     """
     check_memories(memories)
     if draft_tokens < 0:
         raise ConfigError("draft_tokens", draft_tokens, "at least 0")
+    fixed = next((memory for memory in memories if not memory.takes_drafts), None)
+    if draft_tokens and fixed is not None:
+        why = f"layer {fixed.layer}'s {fixed.name} takes in the whole prefix and cannot give drafts back"
+        raise ConfigError("draft_tokens", draft_tokens, f"0: {why}")
     stride = _common_stride(memories)
     if block_tokens is not None and (block_tokens < 1 or block_tokens % stride):
         raise ConfigError("block_tokens", block_tokens, f"a multiple of {stride}, the largest stride of the model's logs")
@@ -268,7 +274,7 @@ class _Choice:
         """What a slot holds, the fields of each memory together."""
         parts = [(m.layer, m.name, part) for m in self.memories if m not in large for part in m.slot_parts(self.draft_tokens)]
         if self.hidden is not None:
-            parts.append((_hidden_layer(self.memories), HIDDEN, Part(self.hidden, 1)))
+            parts.append((_hidden_layer(self.memories), HIDDEN, Part(self.hidden, 1 + self.draft_tokens)))
         return _units(parts)
 
     def largest_unit(self, large: frozenset[Memory]) -> int:
