@@ -16,7 +16,7 @@ from lamina.layers.device_attention import DeviceAttention, DeviceIndexer, Turns
 from lamina.layers.device_moe import DeviceMixture
 from lamina.layers.entries import StoreKey
 from lamina.layers.stored import Part, stack
-from lamina.models.deepseek_v4 import attention_stores, rope_frequencies, store_specs
+from lamina.models.deepseek_v4_blocks import attention_stores, rope_frequencies, store_specs
 from lamina.models.deepseek_v4_config import Config
 from lamina.models.deepseek_v4_memory import INDEXED, Formats
 from lamina.ops.compress import Folding

@@ -1,7 +1,7 @@
 """Which families of models run. One line each; `families.py` has those whose memory is known."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from lamina.memory.kinds import Field, Memory
 from lamina.models import deepseek_v4
 from lamina.models.deepseek_v4_config import Config
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
-from lamina.models.deepseek_v4_config import parse_draft
 from lamina.models.deepseek_v4_config import parse_draft
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
 from lamina.models.description import Choices
@@ -99,7 +98,6 @@ class Blueprint:
 
     token_bytes  of the tensors between the ops, for each row of a step on a GPU.   request_bytes  what a decode takes besides.
     refuses      why a GPU's kernels do not serve it, or None.
-    draft, draft_tokens  what drafts tokens ahead (none | lookup | mtp | dspark), and the most of them in a step.
     """
 
     memories: tuple[Memory, ...]
@@ -114,8 +112,6 @@ class Blueprint:
     token_bytes: int
     request_bytes: int
     refuses: Callable[[Target], str | None]
-    draft: str = "none"
-    draft_tokens: int = 0
 
 
 StoreMaker = Callable[[StoreSpec], Store]
@@ -129,26 +125,12 @@ class Drafts:
     by_model: bool = False
 
 
-#: what drafts with blocks of the checkpoint
-BLOCKS = ("mtp", "dspark")
-
-
-def draft_kind(values: Mapping[str, object]) -> str:
-    """What the draft blocks of a config.json are: mtp, dspark, or none where it has none that this engine runs."""
-    if values.get("model_type") not in _MODELS:
-        return "none"
-    found = parse_draft(values, parse_deepseek_v4(values))
-    return "none" if not found.blocks else "dspark" if found.taps else "mtp" if found.blocks == 1 else "none"
-
-
-def _deepseek_v4(
-    values: Mapping[str, object], cache_format: str, index_format: str, draft: str, draft_tokens: int
-) -> Blueprint:
+def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: str, drafts: Drafts) -> Blueprint:
     config = parse_deepseek_v4(values)
     formats = Formats(cache_format, index_format)
-    blocks = parse_draft(values, config) if draft in BLOCKS else None
-    if draft == "dspark" and blocks is not None and blocks.noise >= config.vocab_size:
-        raise ConfigError("dspark_noise_token_id", blocks.noise, f"a token id below vocab_size ({config.vocab_size})")
+    blocks = parse_draft(values, config) if drafts.by_model else None
+    if blocks is not None and not blocks.can_run:
+        raise ConfigError("num_nextn_predict_layers", blocks.blocks, "1: a chain of one block is what drafts")
     specs = {spec.key: spec for spec in deepseek_v4.store_specs(config, formats, blocks)}
 
     def load(source: TensorSource, dtype: str, make: StoreMaker) -> LoadedModel:
@@ -169,11 +151,11 @@ def _deepseek_v4(
         return "; ".join(refusals(implementations(values, target.machine, choice))) or None
 
     return Blueprint(
-        memories=memories(config, formats, blocks), hidden=hidden_field(config, blocks), rings=(config.window + draft_tokens,),
+        memories=memories(config, formats, blocks), hidden=hidden_field(config, blocks), rings=(config.window + drafts.tokens,),
         vocab_size=config.vocab_size, max_positions=config.max_positions, eos_token_ids=config.eos_token_ids,
-        names=deepseek_v4.NAMES if blocks is None else deepseek_v4.ALL_NAMES, load=load, load_device=load_device, token_bytes=_token_bytes(config),
+        names=deepseek_v4.NAMES if blocks is None else deepseek_v4.ALL_NAMES, load=load, load_device=load_device,
+        token_bytes=_token_bytes(config),
         request_bytes=16 * config.num_heads * (config.head_dim + 2) * 4, refuses=refuses,  # attention in up to 16 parts, fp32
-        draft=draft, draft_tokens=draft_tokens,
     )  # fmt: skip
 
 
@@ -222,7 +204,7 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
 
 
 #: families with a model of their own, by model_type of config.json; the others are given as a network (`families.NETWORKS`)
-_MODELS: dict[str, Callable[[Mapping[str, object], str, str, str, int], Blueprint]] = {"deepseek_v4": _deepseek_v4}
+_MODELS: dict[str, Callable[[Mapping[str, object], str, str, Drafts], Blueprint]] = {"deepseek_v4": _deepseek_v4}
 
 
 def chosen_formats(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str) -> tuple[str, str]:
@@ -239,7 +221,7 @@ def draft_blocks(values: Mapping[str, object]) -> str | None:
     if values.get("model_type") not in _MODELS:
         return None
     draft = parse_draft(values, parse_deepseek_v4(values))
-    return None if not draft.blocks else "dspark" if draft.taps else "mtp"
+    return None if not draft.can_run else "dspark" if draft.taps else "mtp"
 
 
 def blueprint(
