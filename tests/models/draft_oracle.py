@@ -1,6 +1,6 @@
 """Draft blocks literally: fp64, whole prompts, no cache. Written from the reference's sections 7.1 and 7.2 alone.
 
-The blocks are layers beyond the last of an `oracle.Oracle`: their weights go by the names of such layers, the rest by official ones.
+The blocks are layers beyond the last of an `oracle.Oracle`: weights go by the names of such layers, the rest by official ones.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def weights_of(directory: Path) -> dict[str, Array]:
             else:
                 tensor = checkpoint.take(name, need.shape)
             array = tensor.double().numpy()
-            head, dot, tail = name.partition(".")
+            head, _, tail = name.partition(".")
             number, _, part = tail.partition(".")
             if head == "mtp" and part.startswith(("attn", "ffn", "hc_attn", "hc_ffn")):
                 name = f"layers.{layers + int(number)}.{part}"
@@ -105,7 +105,7 @@ def block_drafted(
 
 
 def _attention(oracle: ModuleType, model: "object", context: Array, seen: int) -> Callable[[int, Array], Array]:
-    """A stage's attention: `context` [N, D] at positions seen - N .. seen - 1, the block's rows from `seen` on, which all see all."""
+    """A stage's attention: `context` [N, D] at positions seen - N .. seen - 1, then the block's rows, which all see all."""
     w, eps = model.w, model.number("rms_norm_eps")  # type: ignore[attr-defined]
     heads, dim, groups = (model.count(name) for name in ("num_attention_heads", "head_dim", "o_groups"))  # type: ignore[attr-defined]
 

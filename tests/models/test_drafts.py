@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +18,13 @@ from lamina.memory.layout import make_layout
 from lamina.models.deepseek_v4_drafts import Ending
 from lamina.models.deepseek_v4_names import ALL_NAMES
 from lamina.models.deepseek_v4_tensors import needed_tensors
+from lamina.models.files import list_stored
 from lamina.models.needed import check_tensors
 from lamina.models.registry import Drafts, blueprint, draft_blocks
 from lamina.models.tiny import SHAPES, write_tiny
 from lamina.runtime.arena import DeviceArena
 from lamina.runtime.inputs import BlockTables, step_arrays
 from lamina.schedule.step import Slice
-from lamina.models.files import list_stored
 from lamina.weights.loader import Checkpoint, read_config
 
 CPU = torch.device("cpu")
@@ -63,6 +63,17 @@ class Listening:
         found = self.inner.logits(collapsed)
         self.seen.append(found)
         return found
+
+
+class Choosing:
+    """A block drafter's choice of tokens that keeps how likely each is taken."""
+
+    def __init__(self, inner: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.inner = inner
+
+    def __call__(self, *given: object) -> tuple[Tensor, Tensor]:
+        tokens, self.chances = self.inner(*given)
+        return tokens, self.chances
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +196,12 @@ def test_a_block_is_the_reference_however_a_prompt_is_cut(
     found = []
     for cuts in CUTS:
         rig = Rig(directory)
-        chances: list[Tensor] = []
-        choose = rig.drafter._chosen
-        monkeypatch.setattr(rig.drafter, "_chosen", lambda *given: chances.append(choose(*given)) or chances[-1])
+        listener = Choosing(rig.drafter._chosen)
+        monkeypatch.setattr(rig.drafter, "_chosen", listener)
         assert drafted(rig, ids, cuts, 5) == scores.argmax(1).tolist()
         found.append(rig.scores())
         assert np.abs(found[-1] - base).max() <= TOLERANCE
-        assert np.abs(chances[0][1][0].double().numpy() - confidence).max() <= TOLERANCE
+        assert np.abs(listener.chances[0].double().numpy() - confidence).max() <= TOLERANCE
     assert all(same(found[0], other) for other in found)
 
 
