@@ -116,7 +116,8 @@ class Engine:
         config = self.config
         self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.has_equal_twins)
         self.scheduler = Scheduler(
-            self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps
+            self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps,
+            self.worker.draft_rule,
         )  # fmt: skip
         self._flying.clear()
 
@@ -292,8 +293,7 @@ class Engine:
         result = launched.result()
         if self.on_computed is not None:
             self.on_computed(step)
-        for drawn in self.scheduler.apply(step, result, self._requests):
-            self._book(drawn)
+        self.scheduler.apply(step, result, self._requests, self._book)
 
     def _start_again(self) -> None:
         """After a step that broke off: nothing that it left behind is trusted. Requests that wait stay queued."""

@@ -50,6 +50,8 @@ class LLM:
         kernels: str = "auto",
         activation_format: str = "auto",
         warmup: bool = True,
+        draft: str = "none",
+        draft_tokens: int | None = None,
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -70,6 +72,8 @@ class LLM:
             kernels=kernels,
             activation_format=activation_format,
             warmup=warmup,
+            draft=draft,
+            draft_tokens=draft_tokens,
         )
         self.engine = Engine(config, on_tensor)
         self._chats: Chats | None = None  # once somebody chats

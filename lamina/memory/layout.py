@@ -1,7 +1,7 @@
 """Where every byte of a request lies: a pure function of the memories, the block size and the draft length.
 
 A block page holds `block_tokens` native tokens of all logs of all layers. A slot holds every ring, fold and snapshot of
-one running request in a whole number of pages; what was final q tokens ago can be read from it for q up to the draft length. A checkpoint holds the live part of a slot, rows oldest first.
+one running request in a whole number of pages. A checkpoint holds the live part of a slot, rows oldest first.
 A window too large for a slot is a tail: a log with a left edge, in blocks of pages of its own.
 Within all four each field is an array of its own that starts at a multiple of 128 bytes, and the fields of one memory
 of one layer are in one page:
@@ -90,6 +90,22 @@ class Layout:
     def peak_pages(self, num_tokens: int) -> int:
         """Pages that let a request reach `num_tokens` tokens alone."""
         return self.block_pages(num_tokens) + self.most_tail_pages(num_tokens) + self.slot_pages
+
+    def most_guesses(self, position: int, wanted: int) -> int:
+        """The most tokens, at most `wanted`, of a step from `position` that can be taken back to any but the first of its rows.
+
+        What large windows hold at both ends of such a step is all that they need on the way.
+        """
+        for count in range(wanted, 0, -1):
+            stop = position + 1 + count
+            held = [{*tail.live_numbers(position), *tail.live_numbers(stop)} for tail in self.tails]
+            if all(
+                held[group].issuperset(tail.live_numbers(place))
+                for group, tail in enumerate(self.tails)
+                for place in range(position + 1, stop)
+            ):
+                return count
+        return 0
 
     def most_tokens(self, num_pages: int, limit: int) -> int:
         """The longest request, at most `limit` tokens, that `num_pages` pages can hold alone; 0 if none fits."""

@@ -49,6 +49,11 @@ class Model:
         self.compressed_inv_freq = rope_frequencies(config, config.compressed_rope)
 
     @property
+    def hidden_size(self) -> int:
+        """D, the width of a final hidden vector."""
+        return self.config.hidden_size
+
+    @property
     def ratios(self) -> tuple[int, ...]:
         """Compression ratios whose groups a step must plan."""
         return tuple(sorted({ratio for ratio in self.config.ratios if ratio}))

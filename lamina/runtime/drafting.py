@@ -9,12 +9,23 @@ A step with rows [start, stop) of a sequence, the last `drafts` of them guesses:
 Nothing that a drafter does can change what is drawn, only how soon.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lamina.base.config import EngineConfig
+from lamina.base.errors import ConfigError
+from lamina.memory.kinds import Memory
+from lamina.models.registry import draft_blocks
 from lamina.ops.sequences import Sequences
+from lamina.schedule.drafting import DraftRule
+
+#: tokens drafted ahead where nobody says how many
+_DEFAULT_TOKENS, _DEFAULT_BLOCK_TOKENS = 4, 5
+#: what one more row of a step costs, against a step with one row, and what a token costs that the model drafts
+_ROW_COST, _GPU_ROW_COST, _DRAFT_COST = 0.15, 0.04, 0.1
 
 
 class Drafter(Protocol):
@@ -25,10 +36,14 @@ class Drafter(Protocol):
     """
 
     @property
-    def most_tokens(self) -> int: ...
+    def most_tokens(self) -> int:
+        """See above."""
+        ...
 
     @property
-    def keeps_features(self) -> bool: ...
+    def keeps_features(self) -> bool:
+        """See above."""
+        ...
 
     def draft(
         self, features: Tensor, before: Tensor | None, tokens: Tensor, sequences: Sequences, counts: Sequence[int],
@@ -46,6 +61,7 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
 class DraftingModel(Protocol):
     """A model whose drafter is to be fed."""
 
@@ -54,6 +70,43 @@ class DraftingModel(Protocol):
         """Its draft blocks."""
         ...
 
+    @property
+    def hidden_size(self) -> int:
+        """D: of what a slot keeps, the first D numbers are the final hidden vector."""
+        ...
+
     def forward_with_features(self, tokens: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """tokens [T] -> final hidden vectors [T, D] fp32, the same bits as `forward`, and what the drafter reads [T, F] fp32."""
         ...
+
+
+def drafting_model(model: object) -> DraftingModel:
+    """A model that was loaded with its draft blocks."""
+    assert isinstance(model, DraftingModel)
+    return model
+
+
+def chosen_drafts(config: EngineConfig, values: Mapping[str, object], memories: Sequence[Memory]) -> EngineConfig:
+    """The settings with what drafts and how far decided: auto becomes what the checkpoint has, else lookup where it can be.
+
+    Raises ConfigError for draft blocks that the checkpoint does not have.
+    """
+    kind, stored = config.draft, draft_blocks(values)
+    if kind == "auto":
+        fixed = any(not memory.takes_drafts for memory in memories)
+        kind = stored or ("none" if fixed else "lookup")
+    if kind == "none":
+        return replace(config, draft=kind, draft_tokens=None)
+    if kind != "lookup" and kind != stored:
+        others = "" if stored is None else f" or {stored}"
+        raise ConfigError("draft", kind, f"none, auto, lookup{others}: the checkpoint has {stored or 'no'} draft blocks")
+    default = _DEFAULT_BLOCK_TOKENS if kind == "dspark" else _DEFAULT_TOKENS
+    return replace(config, draft=kind, draft_tokens=config.draft_tokens or default)
+
+
+def draft_rule(config: EngineConfig, is_gpu: bool) -> DraftRule | None:
+    """How requests draft, by settings that have been decided; None: they do not."""
+    if config.draft == "none" or config.draft_tokens is None:
+        return None
+    by_model = config.draft != "lookup"
+    return DraftRule(config.draft_tokens, by_model, _GPU_ROW_COST if is_gpu else _ROW_COST, _DRAFT_COST if by_model else 0.0)
