@@ -222,7 +222,7 @@ class Window(_Derived):
     @property
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the window is lost; kept first rows cannot be replayed."""
-        return math.inf if self.keep_first else self.size - 1
+        return math.inf if self.keep_first else self.size - 1 + self.lag
 
     @property
     def kind(self) -> str:
