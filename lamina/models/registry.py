@@ -1,6 +1,6 @@
 """Which families of models run. One line each; `families.py` has those whose memory is known."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,9 +13,8 @@ from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.layers.rounding import activation_dtype
 from lamina.memory.kinds import Field, Memory
 from lamina.models import deepseek_v4
-from lamina.models.deepseek_v4_config import Config
+from lamina.models.deepseek_v4_config import Config, parse_draft
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
-from lamina.models.deepseek_v4_config import parse_draft
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
 from lamina.models.description import Choices
 from lamina.models.families import NETWORKS, describe
@@ -141,7 +140,7 @@ def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: 
 
         return load_device_model(
             config, source, target.dtype, lambda key: make(specs[key]), formats, target.device, target.machine, target.activation,
-            target.only_portable,
+            target.only_portable, blocks,
         )  # fmt: skip
 
     def refuses(target: Target) -> str | None:
@@ -222,6 +221,13 @@ def draft_blocks(values: Mapping[str, object]) -> str | None:
         return None
     draft = parse_draft(values, parse_deepseek_v4(values))
     return None if not draft.can_run else "dspark" if draft.taps else "mtp"
+
+
+def has_draft_blocks(values: Mapping[str, object], stored: Iterable[str]) -> bool:
+    """Whether tensors of the draft blocks are among the names of a checkpoint's, which may have been left out."""
+    if values.get("model_type") not in _MODELS:
+        return False
+    return any(deepseek_v4.NAMES.is_ignored(name) for name in deepseek_v4.ALL_NAMES.rename_all(stored))
 
 
 def blueprint(

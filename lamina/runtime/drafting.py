@@ -11,6 +11,7 @@ Nothing that a drafter does can change what is drawn, only how soon.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch import Tensor
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
 from lamina.memory.kinds import Memory
-from lamina.models.registry import draft_blocks
+from lamina.models.files import list_stored
+from lamina.models.registry import draft_blocks, has_draft_blocks
 from lamina.ops.sequences import Sequences
 from lamina.schedule.drafting import DraftRule
 
@@ -86,20 +88,25 @@ def drafting_model(model: object) -> DraftingModel:
     return model
 
 
-def chosen_drafts(config: EngineConfig, values: Mapping[str, object], memories: Sequence[Memory]) -> EngineConfig:
+def chosen_drafts(
+    config: EngineConfig, values: Mapping[str, object], directory: Path, memories: Sequence[Memory]
+) -> EngineConfig:
     """The settings with what drafts and how far decided: auto becomes what the checkpoint has, else lookup where it can be.
 
+    values  its config.json; its files may have no draft blocks whatever that says.
     Raises ConfigError for draft blocks that the checkpoint does not have.
     """
-    kind, stored = config.draft, draft_blocks(values)
+    kind = config.draft
+    has_blocks = kind not in ("none", "lookup") and has_draft_blocks(values, [one.name for one in list_stored(directory)])
+    stored = draft_blocks(values) if has_blocks else None
     if kind == "auto":
         fixed = any(not memory.takes_drafts for memory in memories)
         kind = stored or ("none" if fixed else "lookup")
     if kind == "none":
         return replace(config, draft=kind, draft_tokens=None)
     if kind != "lookup" and kind != stored:
-        others = "" if stored is None else f" or {stored}"
-        raise ConfigError("draft", kind, f"none, auto, lookup{others}: the checkpoint has {stored or 'no'} draft blocks")
+        allowed = "none, auto or lookup" if stored is None else f"none, auto, lookup or {stored}"
+        raise ConfigError("draft", kind, f"{allowed}: the checkpoint has {stored or 'no'} draft blocks")
     default = _DEFAULT_BLOCK_TOKENS if kind == "dspark" else _DEFAULT_TOKENS
     return replace(config, draft=kind, draft_tokens=config.draft_tokens or default)
 

@@ -69,7 +69,7 @@ class Worker:
         values = read_config(directory)
         cache_format, index_format = chosen_formats(values, config.cache_format, config.index_format, self.dtype)
         config = replace(config, cache_format=cache_format, index_format=index_format)
-        config = chosen_drafts(config, values, blueprint(values, cache_format, index_format, self.dtype).memories)
+        config = chosen_drafts(config, values, directory, blueprint(values, cache_format, index_format, self.dtype).memories)
         num_drafts = config.draft_tokens or 0
         drafts = Drafts(num_drafts, config.draft not in ("none", "lookup"))
         self.blueprint = blueprint(values, cache_format, index_format, self.dtype, drafts)

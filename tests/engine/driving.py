@@ -98,7 +98,7 @@ class Recorder:
 
 
 class Script(Drafting):
-    """Guesses of which the first few are right, and no more. choose  called with (tokens known, most guesses): (guesses, right)."""
+    """Guesses of which only the first few are right. choose  called with (tokens known, most guesses): (guesses, right)."""
 
     def __init__(
         self, prompt: int, answer: Sequence[int], rule: DraftRule, choose: Callable[[int, int], tuple[int, int]]
