@@ -109,6 +109,7 @@ class Engine:
         event(
             _LOG, "ready", model=model_name(self.directory), page_bytes=self.layout.page_bytes, pages=self.num_pages,
             block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
+            draft=config.draft, draft_tokens=self.layout.draft_tokens,
         )  # fmt: skip
 
     def _start_books(self) -> None:
@@ -373,6 +374,8 @@ class Engine:
         self._forget(request)
         usage = group.output.usage
         usage.completion_tokens += len(growing.output.token_ids)
+        usage.accepted_drafts += request.accepted_drafts
+        usage.rejected_drafts += request.rejected_drafts
         for name, nbytes in self.held_bytes(request).items():
             usage.held_bytes[name] = usage.held_bytes.get(name, 0) + nbytes
         if request.child == 0:

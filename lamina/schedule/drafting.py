@@ -10,6 +10,7 @@ with most tokens for the cost is taken. Where that is none, nothing is guessed f
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from lamina.schedule.lookup import LENGTHS, Lookup
 
@@ -41,6 +42,11 @@ class DraftCounts:
     accepted: int = 0
     by_place: list[int] = field(default_factory=list)
 
+    @property
+    def rejected(self) -> int:
+        """Tokens that were not drawn."""
+        return self.tokens - self.accepted
+
     def note(self, num_guesses: int, num_right: int) -> None:
         """One more step of one request."""
         self.drafts += 1
@@ -48,6 +54,10 @@ class DraftCounts:
         self.accepted += num_right
         for place in range(num_right):
             self.by_place[place] += 1
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        places = [sum(pair) for pair in zip_longest(self.by_place, other.by_place, fillvalue=0)]
+        return DraftCounts(self.drafts + other.drafts, self.tokens + other.tokens, self.accepted + other.accepted, places)
 
 
 class Pace:

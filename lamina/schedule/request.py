@@ -98,6 +98,16 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def accepted_drafts(self) -> int:
+        """Tokens drafted ahead for it that were drawn then."""
+        return 0 if self.drafting is None else self.drafting.accepted
+
+    @property
+    def rejected_drafts(self) -> int:
+        """Tokens drafted ahead for it that were not, or came after one that was not."""
+        return 0 if self.drafting is None else self.drafting.rejected
+
+    @property
     def has_computed_prompt(self) -> bool:
         """Whether siblings need not wait for its prompt any more."""
         return self.is_prompt_done or self.state is RequestState.FINISHED
