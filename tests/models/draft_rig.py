@@ -1,6 +1,6 @@
 """A model with its draft blocks over an arena of its own: what a runner does, without a scheduler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,8 +25,6 @@ KINDS = {
 }
 
 
-
-
 class Listening:
     """An `Ending` that keeps the scores it gives."""
 
@@ -45,6 +43,17 @@ class Listening:
         found = self.inner.logits(collapsed)
         self.seen.append(found)
         return found
+
+
+class Choosing:
+    """A block drafter's choice of tokens that keeps how likely each is taken."""
+
+    def __init__(self, inner: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.inner = inner
+
+    def __call__(self, *given: object) -> tuple[Tensor, Tensor]:
+        tokens, self.chances = self.inner(*given)
+        return tokens, self.chances
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +87,12 @@ class Rig:
         self.drafter = self.model.drafter
         self.drafter.least_likely = 0.0
         self.ending = self.drafter.ending = Listening(self.drafter.ending)
+        if not self.drafter.keeps_features:
+            self.drafter._chosen = Choosing(self.drafter._chosen)
         self.before: dict[int, Tensor] = {}
 
-    def step(self, parts: Sequence[Part]) -> list[list[int]]:
+    def slices(self, parts: Sequence[Part]) -> tuple[Slice, ...]:
+        """As the scheduler would say it."""
         size, slices = self.layout.slot_pages + self.blocks, []
         for part in parts:
             own = tuple(range(part.request * size, (part.request + 1) * size))
@@ -88,6 +100,11 @@ class Rig:
             stop = part.start + len(part.ids)
             ids = tuple(part.ids)
             slices.append(Slice(part.request, part.start, stop, ids, slot, part.request, 0, table, num_guesses=part.guesses))
+        return tuple(slices)
+
+    def step(self, parts: Sequence[Part]) -> list[list[int]]:
+        """Runs a step and drafts after it."""
+        slices = self.slices(parts)
         tokens, sequences = step_arrays(slices, self.tables, self.model.ratios, self.rings, 8, CPU)
         hidden, features = self.model.forward_with_features(tokens, sequences)
         assert torch.isfinite(hidden).all()
@@ -110,6 +127,13 @@ class Rig:
         (logits,) = self.ending.seen
         size = self.drafter.most_tokens
         return logits[request * size : (request + 1) * size].double().numpy()
+
+    def chances(self, request: int = 0) -> np.ndarray:
+        """What the drafter says of each token of that draft [k]."""
+        if self.drafter.keeps_features:
+            scores = torch.from_numpy(self.scores(request))
+            return torch.exp(scores.amax(-1) - scores.logsumexp(-1)).numpy()
+        return self.drafter._chosen.chances[request].double().numpy()
 
 
 def random_ids(length: int, seed: int) -> list[int]:
