@@ -26,6 +26,7 @@ from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, predict
 from lamina.models.files import model_name
 from lamina.runtime.worker import Worker
+from lamina.schedule.drafting import draft_rule
 from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
@@ -118,7 +119,7 @@ class Engine:
         self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.has_equal_twins)
         self.scheduler = Scheduler(
             self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps,
-            self.worker.draft_rule,
+            draft_rule(self.worker.drafts.tokens, self.worker.drafts.by_model, self.worker.is_gpu),
         )  # fmt: skip
         self._flying.clear()
 

@@ -22,12 +22,9 @@ from lamina.memory.kinds import Memory
 from lamina.models.files import list_stored
 from lamina.models.registry import draft_blocks, has_draft_blocks
 from lamina.ops.sequences import Sequences
-from lamina.schedule.drafting import DraftRule
 
 #: tokens drafted ahead where nobody says how many
 _DEFAULT_TOKENS, _DEFAULT_BLOCK_TOKENS = 4, 5
-#: what one more row of a step costs, against a step with one row, and what a token costs that the model drafts
-_ROW_COST, _GPU_ROW_COST, _DRAFT_COST = 0.15, 0.04, 0.1
 
 
 class Drafter(Protocol):
@@ -109,11 +106,3 @@ def chosen_drafts(
         raise ConfigError("draft", kind, f"{allowed}: the checkpoint has {stored or 'no'} draft blocks")
     default = _DEFAULT_BLOCK_TOKENS if kind == "dspark" else _DEFAULT_TOKENS
     return replace(config, draft=kind, draft_tokens=config.draft_tokens or default)
-
-
-def draft_rule(config: EngineConfig, is_gpu: bool) -> DraftRule | None:
-    """How requests draft, by settings that have been decided; None: they do not."""
-    if config.draft == "none" or config.draft_tokens is None:
-        return None
-    by_model = config.draft != "lookup"
-    return DraftRule(config.draft_tokens, by_model, _GPU_ROW_COST if is_gpu else _ROW_COST, _DRAFT_COST if by_model else 0.0)

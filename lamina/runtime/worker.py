@@ -22,7 +22,7 @@ from lamina.ops.gemm import stable_row_multiple
 from lamina.ops.machine import this_machine
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
-from lamina.runtime.drafting import chosen_drafts, draft_rule, drafting_model
+from lamina.runtime.drafting import chosen_drafts, drafting_model
 from lamina.runtime.host_memory import keep_freed_memory
 from lamina.runtime.runner import Runner
 from lamina.schedule.step import LaunchedStep, Step
@@ -56,7 +56,7 @@ class StepRunner(Protocol):
 class Worker:
     """Knows the model's limits and layout once made; runs steps once `load` has returned.
 
-    config  as given, with everything that depends on the device filled in.
+    config  as given, with everything that depends on the device filled in.   drafts  how far is drafted ahead, and by whom.
     """
 
     runner: StepRunner
@@ -71,10 +71,9 @@ class Worker:
         config = replace(config, cache_format=cache_format, index_format=index_format)
         config = chosen_drafts(config, values, directory, blueprint(values, cache_format, index_format, self.dtype).memories)
         num_drafts = config.draft_tokens or 0
-        drafts = Drafts(num_drafts, config.draft not in ("none", "lookup"))
-        self.blueprint = blueprint(values, cache_format, index_format, self.dtype, drafts)
+        self.drafts = Drafts(num_drafts, config.draft not in ("none", "lookup"))
+        self.blueprint = blueprint(values, cache_format, index_format, self.dtype, self.drafts)
         self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens, num_drafts)
-        self.draft_rule = draft_rule(config, self.is_gpu)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)
         if config.cache_bytes is None:
@@ -142,7 +141,7 @@ class Worker:
         if multiple is None:
             multiple = _FALLBACK_MULTIPLE
             event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
-        drafting = drafting_model(model) if self.draft_rule is not None and self.draft_rule.by_model else None
+        drafting = drafting_model(model) if self.drafts.by_model else None
         self.runner = Runner(model, self.arena, self.blueprint.rings, config.max_requests, self.device, multiple, drafting)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:

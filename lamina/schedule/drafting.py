@@ -14,6 +14,8 @@ from itertools import zip_longest
 
 from lamina.schedule.lookup import LENGTHS, Lookup
 
+#: what one more row of a step costs, against a step with one row, and what a token costs that the model drafts
+_ROW_COST, _GPU_ROW_COST, _DRAFT_COST = 0.15, 0.04, 0.1
 #: what a request's chance is taken for before anything is known, as so many guesses with so many right
 _PRIOR_TRIES, _PRIOR_HITS = 4.0, 2.0
 #: how much an older guess counts for each later step
@@ -31,6 +33,12 @@ class DraftRule:
     by_model: bool
     row_cost: float
     draft_cost: float = 0.0
+
+
+def draft_rule(most: int, by_model: bool, on_gpu: bool) -> DraftRule | None:
+    """The rule with costs as they were measured; None where nothing is drafted."""
+    cost = _GPU_ROW_COST if on_gpu else _ROW_COST
+    return DraftRule(most, by_model, cost, _DRAFT_COST if by_model else 0.0) if most else None
 
 
 @dataclass(slots=True)

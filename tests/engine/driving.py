@@ -118,7 +118,7 @@ def script(
     engine: Engine, answer_of: Callable[[Request], Sequence[int]], choose: Callable[[int, int], tuple[int, int]] | None = None
 ) -> None:
     """Lets every request of an engine that drafts have scripted guesses; by default as many, and as many right, as comes."""
-    rng, rule = random.Random(1), engine.worker.draft_rule
+    rng, rule = random.Random(1), engine.scheduler.guesses.rule
     assert rule is not None
 
     def any_few(_: int, most: int) -> tuple[int, int]:

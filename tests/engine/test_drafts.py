@@ -274,7 +274,7 @@ def test_the_distribution_is_unchanged(pair: Pair, ids: Ids) -> None:
             return (likeliest[tokens[-1]],) if len(tokens) == len(prompt) + 1 else ()
 
     def begin(request: Request) -> None:
-        request.drafting = Likeliest(len(prompt), (), pair.engine.worker.draft_rule, lambda *_: (0, 0))
+        request.drafting = Likeliest(len(prompt), (), pair.engine.scheduler.guesses.rule, lambda *_: (0, 0))
 
     pair.begin()
     pair.engine.scheduler.guesses.begin = begin  # type: ignore[method-assign]

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tests.memory.mutants import DRAFT_MUTANTS, MUTANTS
+from tests.memory.draft_mutants import DRAFT_MUTANTS
+from tests.memory.mutants import MUTANTS
 from tests.memory.shapes import logs_only, paged, paged_only, replayed, scans_only, tiny
 from tests.memory.trace import Trace
 

@@ -142,7 +142,7 @@ def test_guesses_change_nothing(bench: Any) -> None:
     if not all(memory.takes_drafts for memory in bench.engine.layout.memories):
         with pytest.raises(ConfigError, match=r"draft_tokens=4 is not valid: 0: .* cannot give drafts back"):
             LLM(str(bench.directory), draft="lookup", **settings)
-        assert LLM(str(bench.directory), draft="auto", **settings).engine.worker.draft_rule is None
+        assert LLM(str(bench.directory), draft="auto", **settings).engine.scheduler.guesses.rule is None
         return
     driving = bench.driving
     engine = LLM(str(bench.directory), draft="auto", draft_tokens=5, **settings).engine
