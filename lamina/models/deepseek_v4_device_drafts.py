@@ -179,8 +179,8 @@ class DeviceBlockDrafter:
             each = torch.arange(length, dtype=torch.int32, device=tokens.device)
             # for attention all rows are at the block's last position: each then sees the block and the window before it
             step = replace(
-                rows, positions=(starts + length - 1).repeat_interleave(length),
-                owners=torch.where(is_drafting, number, -1).repeat_interleave(length), starts=starts,
+                rows, positions=_each(starts + length - 1, length), owners=_each(torch.where(is_drafting, number, -1), length),
+                starts=starts,
                 stops=torch.where(is_drafting, starts + length, 0), first_rows=number * length, is_single=False, drafts=None,
             )  # fmt: skip
             turns = blocks.turns((starts[:, None] + each).flatten())
@@ -218,6 +218,11 @@ class DeviceBlockDrafter:
 def _all_seeing(attention: DeviceAttention, config: Config, draft: Draft) -> DeviceAttention:
     """The attention of a block whose rows see the window before it and all of themselves; the window gets none of them."""
     return replace(attention, window=config.window + draft.length, keeps=False)
+
+
+def _each(x: Tensor, times: int) -> Tensor:
+    """[N] -> [N * times], each element so many times."""
+    return x[:, None].expand(-1, times).reshape(-1)
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
