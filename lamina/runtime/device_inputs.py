@@ -29,7 +29,8 @@ _UPDATES = 8192  # block table entries that go up with a step; more take a copy 
 class Section:
     """Where the arrays of T rows and R requests lie in a buffer that begins at `first`; each starts at an aligned word.
 
-    tokens T | positions T | owners T | starts R | stops R | first_rows R | valid_from R | write_from R | table_rows R | slots
+    tokens T | positions T | owners T | starts R | stops R | first_rows R | valid_from R | write_from R | table_rows R
+    | drafts R | slots
     """
 
     first: int
@@ -41,7 +42,7 @@ class Section:
     def places(self) -> list[tuple[int, int]]:
         """(first word, words) of each array."""
         found, at = [], self.first
-        for size in (*[self.num_rows] * 3, *[self.num_requests] * 6, self.num_requests * self.slot_pages):
+        for size in (*[self.num_rows] * 3, *[self.num_requests] * 7, self.num_requests * self.slot_pages):
             found.append((at, size))
             at += _aligned(size)
         return found
@@ -49,7 +50,7 @@ class Section:
     @property
     def stop(self) -> int:
         """One past the last word."""
-        return self.first + 3 * _aligned(self.num_rows) + 6 * _aligned(self.num_requests) + self._slots
+        return self.first + 3 * _aligned(self.num_rows) + 7 * _aligned(self.num_requests) + self._slots
 
     @property
     def _slots(self) -> int:
@@ -60,14 +61,16 @@ class Section:
         found = [buffer[at : at + size] for at, size in self.places]
         return (*found[:-1], found[-1].reshape(self.num_requests, self.slot_pages))
 
-    def device(self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = ()) -> "Batch":
+    def device(
+        self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = (), has_guesses: bool = False
+    ) -> "Batch":
         """The arrays in the device's buffer, as the model reads them."""
-        tokens, positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, slots = (
+        tokens, positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, drafts, slots = (
             buffer[at : at + size] for at, size in self.places
         )
         rows = Rows(
             positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables,
-            slots.view(self.num_requests, self.slot_pages), is_single, windows=windows,
+            slots.view(self.num_requests, self.slot_pages), is_single, drafts=drafts if has_guesses else None, windows=windows,
         )  # fmt: skip
         return Batch(tokens, rows)
 
@@ -124,7 +127,7 @@ class StepInputs:
         decode = {size: Section(0, size, size, slot_pages) for size in buckets}
         most = max(max_step_tokens, max_requests)
         capacity = Section(decode[max(buckets)].stop, most, max_requests, slot_pages).stop
-        capacity += 2 * _aligned(max_requests) + 2 * _aligned(_UPDATES)
+        capacity += 3 * _aligned(most) + 2 * _aligned(_UPDATES)
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         is_pinned = device.type == "cuda"
         self._pinned = [torch.zeros(capacity, dtype=torch.int32, pin_memory=is_pinned) for _ in range(2)]
@@ -175,7 +178,7 @@ class StepInputs:
     def _put_owners(self, by_field: "_Fields", count: int, bucket: int) -> None:
         """Of a decode section, whose the rows are; its padding as well."""
         host = self._decode_host[self._turn][bucket]
-        _, _, owners, _, _, first_rows, valid_from, write_from, table_rows, slots = host
+        _, _, owners, _, _, first_rows, valid_from, write_from, table_rows, _, slots = host
         seen = self._seen
         for row, slot in zip(by_field.row, by_field.slot, strict=True):
             if slot is not seen[row]:
@@ -214,12 +217,13 @@ class StepInputs:
             positions[at:stop] = np.arange(part.start, part.stop, dtype=np.int32)
             owners[at:stop] = number
             slots[number] = part.slot
-            numbers.append((part.start, part.stop, at, part.valid_from, part.write_from, part.row))
+            numbers.append((part.start, part.stop, at, part.valid_from, part.write_from, part.row, part.num_guesses))
             at = stop
         for array, values in zip(by_request, zip(*numbers, strict=True), strict=True):
             array[:] = values
         self._stop = section.stop
-        return section.device(self._device, self.tables, all(part.stop - part.start == 1 for part in parts), self.windows)
+        is_single, has_guesses = all(part.stop - part.start == 1 for part in parts), any(part.num_guesses for part in parts)
+        return section.device(self._device, self.tables, is_single, self.windows, has_guesses)
 
     def put_numbers(self, numbers: Sequence[int]) -> Tensor:
         """Writes a few numbers; they as int32 on the device."""

@@ -73,7 +73,7 @@ class _Draws(NamedTuple):
 
     places       where each of the step's samples is in this order; None where it is the step's own.
     num_decodes  the first so many decode rows are drawn from, unless `decode_rows` says which.
-    decode_rows, other_rows, pages  int32 on the device, or None.
+    decode_rows, other_rows, pages  int32 on the device, or None.   page_rows  of the pages, which vector.
     """
 
     samples: Sequence[Sample]
@@ -82,6 +82,7 @@ class _Draws(NamedTuple):
     decode_rows: Tensor | None
     other_rows: Tensor | None
     pages: Tensor | None
+    page_rows: Tensor | None = None
 
 
 class _Scores(NamedTuple):
@@ -309,15 +310,17 @@ class DeviceRunner:
             last_row[part.request_id] = at - 1
         kinds: tuple[list[int], ...] = ([], [], [])
         picks: tuple[list[int], ...] = ([], [], [])
+        page_rows: list[int] = []
         store = self.arena.hidden
         for number, item in enumerate(step.samples):
             if item.slice_index is None:
                 assert store is not None
                 kind, pick = 2, item.slot[store.slot_column]
+                page_rows.append(item.position % store.rows_per_page)
             elif item.request_id in decode_row:
                 kind, pick = 0, decode_row[item.request_id]
             else:
-                kind, pick = 1, last_row[item.request_id]
+                kind, pick = 1, last_row[item.request_id] - item.rows_back
             kinds[kind].append(number)
             picks[kind].append(pick)
         order = [number for kind in kinds for number in kind]
@@ -326,7 +329,8 @@ class DeviceRunner:
             places[number] = place
         samples = tuple(step.samples[number] for number in order)
         every = picks[0] == list(range(len(decodes)))
-        found = [self.inputs.put_numbers(each) if each else None for each in (() if every else picks[0], *picks[1:])]
+        wanted = (() if every else picks[0], *picks[1:], page_rows)
+        found = [self.inputs.put_numbers(each) if each else None for each in wanted]
         return _Draws(samples, places, len(decodes) if every else 0, *found)
 
     def _drawn_from(self, draws: _Draws, hidden: Tensor | None) -> Tensor:
@@ -340,8 +344,8 @@ class DeviceRunner:
             assert hidden is not None
             parts.append(hidden.index_select(0, draws.other_rows))
         if draws.pages is not None:
-            assert self.arena.hidden is not None
-            parts.append(self.arena.hidden.read_first(draws.pages))
+            assert self.arena.hidden is not None and draws.page_rows is not None
+            parts.append(self.arena.hidden.read(draws.pages, draws.page_rows))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompt_scores(self, slices: Sequence[Slice], others: Sequence[Slice], hidden: Tensor | None) -> dict[int, _Scores]:
@@ -370,8 +374,13 @@ class DeviceRunner:
 
 
 def _keep_hidden(hidden: Tensor, store: Store | None, rows: Rows) -> None:
-    """Without a GPU: the last of each request's rows goes into its slot."""
-    if store is not None:
-        requests = (rows.stops > rows.starts).nonzero().flatten()
-        last = (rows.first_rows + rows.stops - rows.starts - 1)[requests]
-        store.write_first(rows.slots[requests, store.slot_column].long(), store.codec.encode(hidden[last]))
+    """Without a GPU: the last of each request's rows goes into its slot, and each that may turn out to be the last."""
+    for back in range(0 if store is None else store.rows_per_page):
+        assert store is not None
+        has_it = rows.stops - rows.starts > back
+        if back:
+            has_it = has_it & (back <= rows.drafts) if rows.drafts is not None else torch.zeros_like(has_it)
+        requests = has_it.nonzero().flatten()
+        last = (rows.first_rows + rows.stops - rows.starts - 1 - back)[requests]
+        pages, places = rows.slots[requests, store.slot_column].long(), (rows.stops[requests] - back) % store.rows_per_page
+        store.write(pages, places.long(), store.codec.encode(hidden[last]))

@@ -27,18 +27,20 @@ _FIRST_WAIT, _LAST_WAIT = 16, 512
 @dataclass(frozen=True, slots=True)
 class DraftRule:
     """most  guesses in a step.   by_model  the model's draft blocks make them, else a lookup.   row_cost  of one more row,
-    draft_cost  of one more token that the model drafts, both against a step with one row a request."""
+    draft_cost  of one more token that the model drafts, both against a step with one row a request.   with_penalties  also for
+    requests whose draws look at the tokens before them."""
 
     most: int
     by_model: bool
     row_cost: float
     draft_cost: float = 0.0
+    with_penalties: bool = True
 
 
 def draft_rule(most: int, by_model: bool, on_gpu: bool) -> DraftRule | None:
     """The rule with costs as they were measured; None where nothing is drafted."""
     cost = _GPU_ROW_COST if on_gpu else _ROW_COST
-    return DraftRule(most, by_model, cost, _DRAFT_COST if by_model else 0.0) if most else None
+    return DraftRule(most, by_model, cost, _DRAFT_COST if by_model else 0.0, not on_gpu) if most else None
 
 
 @dataclass(slots=True)
@@ -97,6 +99,10 @@ class Pace:
         self._until = num_tokens + self._wait
         return 0
 
+    def is_going(self, num_tokens: int) -> bool:
+        """Whether guesses are being made, or it is time to try again."""
+        return num_tokens + 1 >= self._until
+
     def note(self, num_guesses: int, num_right: int, num_tokens: int) -> None:
         """Of so many guesses the first `num_right` were right; the request has `num_tokens` tokens now."""
         self._tries = self._tries * _DECAY + min(num_guesses, num_right + 1)
@@ -127,6 +133,13 @@ class Drafting:
     def wanted(self, num_tokens: int) -> int:
         """Tokens that the model should draft once the next one is drawn; the request has `num_tokens` before that."""
         return self._paces[0].length(self.rule.most, num_tokens + 1) if self.rule.by_model else 0
+
+    def is_ready(self, tokens: Sequence[int]) -> bool:
+        """Whether the next step may get guesses, as far as can be said while the token before it is still being drawn."""
+        if self._lookup is None:
+            return self._paces[0].is_going(len(tokens))
+        level, _ = self._lookup.guess(tokens, 1)
+        return level >= 0 and self._paces[level].is_going(len(tokens))
 
     def propose(self, num_tokens: int, drafts: Sequence[int]) -> None:
         """What the model drafted for a request that has `num_tokens` tokens now."""

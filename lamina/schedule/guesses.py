@@ -19,8 +19,16 @@ class Guesses:
 
     def begin(self, request: Request) -> None:
         """A request that is queued. What a grammar allows next is known for one token at a time: no guesses there."""
-        if self.rule is not None and request.drafting is None and request.grammar is None:
-            request.drafting = Drafting(self.rule)
+        rule = self.rule
+        if rule is not None and request.drafting is None and request.grammar is None:
+            request.drafting = Drafting(rule) if rule.with_penalties or not request.looks_at_ids else None
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether the next step of a request is better planned once the token that is being drawn is known."""
+        lease, drafting = request.lease, request.drafting
+        if drafting is None or lease is None:
+            return False
+        return lease.in_flight > request.num_pending or drafting.is_ready(request.tokens)
 
     def wanted(self, request: Request) -> int:
         """Tokens that the model should draft to follow the one that the request draws next."""

@@ -147,7 +147,7 @@ class Scheduler:
                 break
             if request.state is not RequestState.RUNNING:
                 continue
-            if request.num_pending and not (self.overlaps and request.may_run_ahead):
+            if request.num_pending and not (self.overlaps and request.may_run_ahead and not self.guesses.must_wait(request)):
                 continue
             if self._take_guesses(request, draft) or self._take_decode(request, draft):
                 continue

@@ -24,12 +24,12 @@ VOCAB, WINDOW, WIDTH = 61, 5, 4
 CPU = torch.device("cpu")
 
 
-def layout(block_tokens: int = 4) -> Layout:
+def layout(block_tokens: int = 4, draft_tokens: int = 0) -> Layout:
     """A log of tokens and a window of tokens."""
     row = EntryFormat("row", (Field("row", "fp32", (1,)),))
     wide = EntryFormat("wide", (Field("wide", "fp32", (60,)),))  # pages must hold a slot's parts
     memories = [Log("log", 0, row, 1), Window("window", 0, row, WINDOW), Log("other", 1, wide, 1)]
-    return make_layout(memories, Field("hidden", "fp32", (WIDTH,)), block_tokens, min_page_bytes=256)
+    return make_layout(memories, Field("hidden", "fp32", (WIDTH,)), block_tokens, draft_tokens, min_page_bytes=256)
 
 
 def value(tokens: Sequence[int]) -> int:
@@ -85,14 +85,14 @@ class TokenModel:
             self.log.views[0][int(table[block]), row] = token
         else:
             assert int(self.log.views[0][int(table[block]), row]) == token, "the log that is there is another's"
-        self.window.views[0][slot, position % WINDOW] = token
+        self.window.views[0][slot, position % self.window.rows_per_page] = token
 
     def _value(self, position: int, valid_from: int, table: Tensor, slot: int) -> float:
         size = self.log.rows_per_page
         blocks = table[: position // size + 1].long()
         logged = self.log.views[0][blocks, :, 0].flatten()[: position + 1]
         first = max(valid_from, position - WINDOW + 1)
-        near = [int(self.window.views[0][slot, at % WINDOW]) for at in range(first, position + 1)]
+        near = [int(self.window.views[0][slot, at % self.window.rows_per_page]) for at in range(first, position + 1)]
         weights = 1 + torch.arange(position + 1) % 97
         return (int((logged * weights).sum()) + 31 * sum(near) + 7 * (position + 1)) % 9973
 
