@@ -12,7 +12,7 @@ from lamina.layers.device_attention import DeviceAttention, Turns
 from lamina.models.deepseek_v4_blocks import rope_frequencies
 from lamina.models.deepseek_v4_config import Config, Draft
 from lamina.models.deepseek_v4_device_blocks import DeviceBlock, DeviceLoader, reads_fp8
-from lamina.models.deepseek_v4_drafts import MOST_CHAINED
+from lamina.models.deepseek_v4_drafts import LEAST_CONFIDENT, LEAST_LIKELY, MOST_CHAINED
 from lamina.ops.gemm.stored import Activation, StoredWeight
 from lamina.ops.gemm.triton import Order, linear
 from lamina.ops.hyper import Mixer, hyper_head
@@ -71,6 +71,7 @@ class DeviceChainDrafter:
 
     most_tokens = MOST_CHAINED
     keeps_features = True
+    least_likely = LEAST_LIKELY
     taps: tuple[int, ...] = ()
 
     def __init__(self, loader: DeviceLoader, embed: Tensor, head: StoredWeight) -> None:
@@ -139,6 +140,7 @@ class DeviceBlockDrafter:
     """Stages that draft `draft.length` tokens at once over a window of what they made of the main model's outputs."""
 
     keeps_features = False
+    least_likely = LEAST_CONFIDENT
 
     def __init__(self, loader: DeviceLoader, draft: Draft, embed: Tensor, head: StoredWeight) -> None:
         config, last = loader.config, f"mtp.{draft.blocks - 1}."

@@ -22,6 +22,7 @@ from lamina.memory.kinds import Memory
 from lamina.models.files import list_stored
 from lamina.models.registry import draft_blocks, has_draft_blocks
 from lamina.ops.sequences import Sequences
+from lamina.schedule.step import Step
 
 #: tokens drafted ahead where nobody says how many
 _DEFAULT_TOKENS, _DEFAULT_BLOCK_TOKENS = 4, 5
@@ -77,6 +78,22 @@ class DraftingModel(Protocol):
     def forward_with_features(self, tokens: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """tokens [T] -> final hidden vectors [T, D] fp32, the same bits as `forward`, and what the drafter reads [T, F] fp32."""
         ...
+
+
+def settled(step: Step, drawn: Sequence[int | None]) -> tuple[list[int], list[int]]:
+    """Of each slice how many rows count, and the token that follows them, -1 where none was drawn."""
+    counts = [part.stop - part.start - part.num_guesses for part in step.slices]
+    following = [-1] * len(step.slices)
+    is_open = [True] * len(step.slices)
+    for item, token in zip(step.samples, drawn, strict=True):
+        at = item.slice_index
+        if at is None or not is_open[at]:
+            continue
+        part = step.slices[at]
+        following[at] = -1 if token is None else token
+        is_open[at] = item.rows_back > 0 and part.tokens[len(part.tokens) - item.rows_back] == token
+        counts[at] += is_open[at]
+    return counts, following
 
 
 def drafting_model(model: object) -> DraftingModel:

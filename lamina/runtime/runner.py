@@ -14,7 +14,7 @@ from lamina.ops.sample import SampleBatch, allowed_tokens, most_likely, sample, 
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
-from lamina.runtime.drafting import DraftingModel
+from lamina.runtime.drafting import DraftingModel, settled
 from lamina.runtime.inputs import BlockTables, step_arrays
 from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
 
@@ -99,7 +99,7 @@ class Runner:
         drawn, logprobs = self._sample(step, hidden)
         drafts: tuple[tuple[int, ...], ...] = ()
         if features is not None and self.drafting is not None:
-            counts, following = _settled(step, drawn)
+            counts, following = settled(step, drawn)
             wanted = [part.num_wanted if token >= 0 else 0 for part, token in zip(step.slices, following, strict=True)]
             found = self.drafting.drafter.draft(features, before, tokens, sequences, counts, following, wanted)
             drafts = tuple(map(tuple, found))
@@ -196,22 +196,6 @@ class Runner:
             if count is not None:
                 found[row] = _report(logits[row : row + 1], tokens[row : row + 1], count)[0]
         return tuple(found)
-
-
-def _settled(step: Step, drawn: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Of each slice how many rows count, and the token that follows them, -1 where none was drawn."""
-    counts = [part.stop - part.start - part.num_guesses for part in step.slices]
-    following = [-1] * len(step.slices)
-    is_open = [True] * len(step.slices)
-    for item, token in zip(step.samples, drawn, strict=True):
-        at = item.slice_index
-        if at is None or not is_open[at]:
-            continue
-        part = step.slices[at]
-        following[at] = -1 if token is None else token
-        is_open[at] = item.rows_back > 0 and part.tokens[len(part.tokens) - item.rows_back] == token
-        counts[at] += is_open[at]
-    return counts, following
 
 
 def _report(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

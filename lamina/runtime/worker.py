@@ -127,13 +127,13 @@ class Worker:
     def _make_runner(self, max_model_len: int) -> None:
         config = self.config
         if self.is_gpu:
-            from lamina.runtime.device_runner import DeviceRunner  # they need Triton
+            from lamina.runtime.device_runner import DeviceRunner, drafting_device_model  # they need Triton
             from lamina.runtime.device_sampler import DeviceSampler
 
             sampler = DeviceSampler(config.max_requests, self.vocab_size, self.device)
             self.runner = DeviceRunner(
                 self.device_model, self.arena, sampler, config.max_requests, config.step_tokens, max_model_len, self.device,
-                _mode(config.deterministic),
+                _mode(config.deterministic), drafting_device_model(self.device_model) if self.drafts.by_model else None,
             )  # fmt: skip
             return
         model = self.model

@@ -31,18 +31,20 @@ class Serving:
 
     def __init__(
         self, helper: ModuleType, mode: Mode = True, num_pages: int = 400, budget: int = 64, max_requests: int = 8,
-        ahead: int = 2, max_model_len: int = 600, drafts: int = 0,
+        ahead: int = 2, max_model_len: int = 600, drafts: int = 0, by_model: bool = False,
     ) -> None:  # fmt: skip
         self.helper = helper
-        layout = helper.layout(draft_tokens=drafts)
+        layout = helper.layout(draft_tokens=drafts, features=int(by_model))
         self.ledger = Ledger(layout, num_pages, adopt_twins=mode is not False, min_checkpoint_gain=4)
-        rule = DraftRule(drafts, False, 0.0, with_penalties=False) if drafts else None
+        rule = DraftRule(drafts, by_model, 0.0, with_penalties=False) if drafts else None
         self.scheduler = Scheduler(self.ledger, budget, max_requests, helper.VOCAB, overlaps=ahead > 1, drafts=rule)
         self.arena = DeviceArena(layout, num_pages, CPU)
         self.arena.bytes.fill_(255)  # NaN
         self.model = helper.TokenModel(self.arena)
         self.sampler = helper.TokenSampler(max_requests)
-        self.runner = DeviceRunner(self.model, self.arena, self.sampler, max_requests, budget, max_model_len, CPU, mode)
+        self.runner = DeviceRunner(
+            self.model, self.arena, self.sampler, max_requests, budget, max_model_len, CPU, mode, self.model if by_model else None
+        )
         self.ahead = ahead
         self.requests: dict[int, Request] = {}
         self.flying: deque[tuple[Step, LaunchedStep]] = deque()
@@ -161,11 +163,16 @@ class FewRight(Drafting):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, seed: int) -> None:
-    """Verified beside decodes and prompts; a step waits where the one before it decides what is guessed."""
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, by_model: bool, seed: int) -> None:
+    """Verified beside decodes and prompts; a step waits where the one before it decides what is guessed, or who drafts."""
     draw = random.Random(seed)
-    serving = Serving(helper, mode, num_pages=draw.choice([60, 300]), budget=draw.choice([16, 64]), max_model_len=140, drafts=5)
+    serving = Serving(
+        helper, mode, num_pages=draw.choice([60, 300]), budget=draw.choice([16, 64]), max_model_len=140, drafts=5,
+        by_model=by_model, ahead=1 if by_model else 2,
+    )  # fmt: skip
+    assert serving.runner.overlaps is not by_model
     rule = serving.scheduler.guesses.rule
 
     def begin(request: Request) -> None:
@@ -173,7 +180,8 @@ def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, seed: int) ->
             answer = helper.answer(request.prompt, request.max_new)
             request.drafting = FewRight(rule, answer, len(request.prompt), draw)
 
-    serving.scheduler.guesses.begin = begin  # type: ignore[method-assign]
+    if not by_model:
+        serving.scheduler.guesses.begin = begin  # type: ignore[method-assign]
     base, requests = prompt(100, 1), []
     for _ in range(20):
         for _ in range(draw.randrange(3)):
@@ -190,7 +198,8 @@ def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, seed: int) ->
     serving.check(*requests)
     counts = serving.scheduler.guesses.counts
     assert 0 < counts.accepted < counts.tokens and counts.by_place[-1] >= 0
-    assert any(part.tokens == (UNKNOWN,) for step in serving.steps for part in step.slices), "some still run ahead"
+    ahead = any(part.tokens == (UNKNOWN,) for step in serving.steps for part in step.slices)
+    assert ahead is not by_model and (serving.model.drafter.num_drafted > 100) is by_model
 
 
 def test_a_step_is_split_by_mode(helper: ModuleType) -> None:
