@@ -12,6 +12,7 @@ from lamina import LLM, SamplingParams
 from lamina.base.errors import ConfigError
 from lamina.engine.engine import Engine
 from lamina.engine.outputs import RequestOutput
+from lamina.engine.process_facts import Tally
 from lamina.models.tiny import SHAPES, write_tiny
 from lamina.schedule.request import Request, RequestState
 
@@ -288,6 +289,40 @@ def test_the_distribution_is_unchanged(pair: Pair, ids: Ids) -> None:
     assert counts.drafts - before[0] == seeds and 0 < counts.accepted - before[1] < seeds
     chi_square = sum((found[pair_] - seeds * chance) ** 2 / (seeds * chance) for pair_, chance in expected.items())
     assert chi_square < 26.1, f"{len(expected) - 1} degrees of freedom: beyond this once in a thousand"
+
+
+def test_what_a_server_is_told(talking: Pair) -> None:
+    """News of each token in order, then of the end; counters of what was drawn for somebody, and what a request is charged."""
+    talking.begin()
+    prompts = ["Strings are sequences of characters", "A list is a list"]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    plain = talking.plain.generate(prompts, params)
+    answers = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in plain}
+    engine = Engine(talking.engine.config, has_text=False)
+    talking.driving.script(engine, lambda request: answers[request.prompt])
+    tally = Tally(engine)
+    engine.on_computed = tally.computed
+    groups = [engine.add(output.prompt_token_ids, params) for output in plain]
+    while engine.step():
+        tally.took(0.1)
+    for group in groups:
+        (request,) = group.requests
+        news = [item for item in engine.news if item.request is request]
+        assert [item.token for item in news] == answers[request.prompt]
+        assert [item.finish for item in news] == [None] * 19 + ["length"]
+    stats, counts = tally.stats(0, ()), engine.scheduler.guesses.counts
+    assert stats.drawn_tokens == 40 and stats.draft_tokens == counts.tokens > stats.accepted_drafts > 0
+    assert sum(stats.accepted_by_place) == stats.accepted_drafts and stats.steps < 40
+    assert stats.prefill_s == pytest.approx(0.1)  # checking guesses is no prefill
+    charged = [(group.requests[0].accepted_drafts, group.requests[0].rejected_drafts) for group in groups]
+    assert tuple(map(sum, zip(*charged, strict=True))) == (counts.accepted, counts.rejected)
+
+
+def test_usage(talking: Pair) -> None:
+    talking.begin()
+    (output,) = talking.same(["Strings are sequences of characters"], GREEDY)
+    counts = talking.engine.scheduler.guesses.counts
+    assert 0 < output.usage.accepted_drafts <= counts.accepted and output.usage.rejected_drafts <= counts.rejected
 
 
 def test_lookup_copies(talking: Pair) -> None:
