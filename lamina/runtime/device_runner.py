@@ -4,14 +4,16 @@ copies before -> upload -> decodes, one graph -> other rows -> head and draws ->
 
 Decodes and other rows are two forward passes with a fixed order of sums each, so that a request's bits depend neither on who else
 runs nor on padding. In mode "strict" all rows take the order of prefill, in one pass; in mode False they share a pass whenever
-there is any prefill. Rows that check guesses take the order of decodes too, in a pass of their own.
+there is any prefill. Rows that check guesses take the order of decodes too: with the decodes of their step they are one graph, a
+request's rows padded on average to those of as many guesses as there may be.
 
 Where the model's own blocks draft, a step is run to its end: what was drawn says how far their memories go.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,85 +22,23 @@ from lamina.ops.rows import Rows
 from lamina.ops.sample import token_logprobs
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
+from lamina.runtime.device_contracts import (
+    DeviceModel,
+    DraftingDeviceModel,
+    Mode,
+    Order,
+    PendingDraws,
+    Sampler,
+    drafting_device_model,
+)
 from lamina.runtime.device_inputs import Batch, StepInputs, has_unknown
 from lamina.runtime.drafting import settled
-from lamina.runtime.graphs import DecodeGraphs, sizes_up_to
+from lamina.runtime.graphs import Bucket, DecodeGraphs, sizes_up_to
 from lamina.schedule.step import Decodes, LaunchedStep, Sample, Slice, Step, StepResult, TokenLogprobs
 
-Order: TypeAlias = Literal["decode", "prefill"]
-Mode: TypeAlias = bool | Literal["strict"]
+__all__ = ["DeviceRunner", "Mode", "Order", "Sampler", "drafting_device_model"]
 
 _LOGPROB_ROWS = 256  # prompt rows whose logits exist at once
-
-
-class DeviceModel(Protocol):
-    """What the runner needs of a model. All of it is launched without waiting; with decode order it can be captured."""
-
-    def forward(self, tokens: Tensor, rows: Rows, order: Order, max_context: int) -> Tensor:
-        """tokens [T] int32 -> final hidden vectors [T, D] fp32. max_context: no request has more tokens after the step."""
-        ...
-
-    def logits(self, hidden: Tensor, order: Order) -> Tensor:
-        """hidden [S, D] fp32 -> [S, V] fp32."""
-        ...
-
-
-class DeviceDrafter(Protocol):
-    """The draft blocks of a model, as in `drafting.Drafter`; all of it is launched without waiting.
-
-    least_likely  a draft ends where all of it would be less likely than this.
-    """
-
-    most_tokens: int
-    keeps_features: bool
-    least_likely: float
-
-    def draft(
-        self, features: Tensor, before: Tensor | None, tokens: Tensor, rows: Rows, counts: Tensor, following: Tensor,
-        num_tokens: int, order: Order, max_context: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """counts, following int32 [R] -> drafts int32 [R, num_tokens], and how likely each is, fp32."""
-        ...
-
-
-@runtime_checkable
-class DraftingDeviceModel(Protocol):
-    """A model whose drafter is to be fed."""
-
-    drafter: DeviceDrafter
-
-    def forward_with_features(self, tokens: Tensor, rows: Rows, order: Order, max_context: int) -> tuple[Tensor, Tensor]:
-        """As `DeviceModel.forward`, and what the drafter reads of each row [T, F]."""
-        ...
-
-
-class PendingDraws(Protocol):
-    """Draws that have been launched."""
-
-    def result(self) -> tuple[tuple[int | None, ...], tuple[TokenLogprobs | None, ...]]:
-        """Waits for them: a token a sample (None: scores not finite), and its log-probs where they were asked for."""
-        ...
-
-
-class Sampler(Protocol):
-    """What draws.
-
-    last_tokens  int32 [max_requests], the token drawn last for each table row; always an id.
-    """
-
-    last_tokens: Tensor
-
-    def warm_up(self) -> None:
-        """Compiles what any request may need."""
-        ...
-
-    def launch(self, samples: Sequence[Sample], logits: Tensor, table_rows: Sequence[int]) -> PendingDraws:
-        """Draws a token for each row of logits [S, V] and keeps it in `last_tokens`."""
-        ...
-
-    def launch_decodes(self, decodes: Decodes, logits: Tensor) -> PendingDraws:
-        """The same for a step of nothing but decodes, row i of `logits` being of member i."""
-        ...
 
 
 class _Draws(NamedTuple):
@@ -168,6 +108,24 @@ class _Pass(NamedTuple):
     hidden: Tensor
     features: Tensor | None
     before: Tensor | None
+    check: "_Check | None" = None
+
+
+class _Check(NamedTuple):
+    """Graphs for slices with guesses: which, with how many rows a request, and how many tokens are drafted after it."""
+
+    bucket: Bucket
+    rows: int
+    num_drafts: int
+
+
+class _Buffers(NamedTuple):
+    """What the graphs of checking passes leave for whoever comes after, the most rows of any. tokens  as they were computed."""
+
+    tokens: Tensor
+    hidden: Tensor
+    features: Tensor | None
+    before: Tensor | None
 
 
 class DeviceRunner:
@@ -192,10 +150,20 @@ class DeviceRunner:
         self.device = device
         self.mode = mode
         self.graphs = DecodeGraphs(self._decode, self._pad_decode, max_requests, max_model_len, device)
+        guesses = arena.layout.draft_tokens
+        each = () if not guesses or mode == "strict" else (1 + guesses,) if drafting is None else (1, 1 + guesses)
+
+        def graphs(rows: int, num_drafts: int | None = None) -> DecodeGraphs:
+            """Of the pass that checks, or of the drafts that follow it."""
+            compute = partial(self._check, rows) if num_drafts is None else partial(self._draft, rows, num_drafts)
+            return DecodeGraphs(compute, lambda count: self.inputs.pad_check(count, rows), max_requests, max_model_len, device)
+
+        self.checks = {rows: graphs(rows) for rows in each}
+        self.drafts = {(rows, num): graphs(rows, num) for rows in each for num in range(1 + guesses)} if drafting else {}
         self.inputs = StepInputs(
             arena.layout.slot_pages, self.graphs.requests, max_requests, max_step_tokens,
             arena.layout.blocks_for(max_model_len), device,
-            [(-(-max_model_len // tail.tokens), tail.pages) for tail in arena.layout.tails],
+            [(-(-max_model_len // tail.tokens), tail.pages) for tail in arena.layout.tails], each,
         )  # fmt: skip
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
@@ -207,6 +175,10 @@ class DeviceRunner:
             self._keep_hidden, self._token_logprobs = store_triton.keep_hidden, sample_triton.token_logprobs
         self._width = 0  # D
         self._hidden: Tensor | None = None  # [max_requests, D], what the last decodes gave
+        self._checked: _Buffers | None = None
+        self._counts = torch.zeros(2, max_requests, dtype=torch.int32, device=device)  # rows that count, tokens after them
+        self._drafted = torch.zeros(max_requests, max(1, guesses), dtype=torch.int32, device=device)
+        self._chances = torch.zeros(max_requests, max(1, guesses), device=device)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> LaunchedStep:
@@ -222,7 +194,7 @@ class DeviceRunner:
     @property
     def num_graphs(self) -> int:
         """Graphs of decodes that have been captured."""
-        return self.graphs.num_captured
+        return sum(some.num_captured for some in (self.graphs, *self.checks.values(), *self.drafts.values()))
 
     @torch.inference_mode()
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -236,7 +208,8 @@ class DeviceRunner:
         self.arena.warm_up()
         sizes, contexts = sizes_up_to(self.max_step_tokens), self.graphs.contexts
         every = [(size, context) for context in contexts[::-1] for size in sizes[::-1]]
-        graphs = self.graphs.num_buckets if self.mode != "strict" and self.drafting is None else 0
+        captured = self._warmed()
+        graphs = sum(some.num_buckets for some in captured)
         most_checked = self.max_requests * (1 + self.arena.layout.draft_tokens) if self.arena.layout.draft_tokens else 0
         for done, (size, context) in enumerate(every, start=1):
             self._compute_padding(size, context, False)
@@ -253,8 +226,27 @@ class DeviceRunner:
             hidden = torch.zeros(size, self._width, device=self.device)
             self.model.logits(hidden, self._head_order)
             self.model.logits(hidden, "prefill")
-        if graphs:
-            self.graphs.warmup(None if progress is None else lambda done, total: progress(len(every) + done, len(every) + total))
+        before = len(every)
+        for some in captured:
+            some.warmup(None if progress is None else partial(_passed_on, progress, before, len(every) + graphs))
+            before += some.num_buckets
+
+    def _warmed(self) -> list[DecodeGraphs]:
+        """The graphs that are captured before the first step: of decodes, and of checks with as many guesses as there may be.
+        Those that draft fewer tokens, and checks without a guess, are captured when first needed."""
+        if self.mode == "strict":
+            return []
+        found = [self.graphs] if self.drafting is None else []
+        if self.checks:
+            rows = max(self.checks)
+            found.append(self.checks[rows])
+            found += [self.drafts[rows, self._most_drafts]] if self.drafting is not None else []
+        return found
+
+    @property
+    def _most_drafts(self) -> int:
+        """Tokens drafted for a request, at most."""
+        return 0 if self.drafting is None else min(self.arena.layout.draft_tokens, self.drafting.drafter.most_tokens)
 
     def _compute_padding(
         self, rows: int, context: int, is_single: bool, order: Order = "prefill", has_guesses: bool = False
@@ -275,7 +267,7 @@ class DeviceRunner:
         self._width = found.hidden.shape[1]
         if found.features is not None and self.drafting is not None:
             self.drafting.drafter.draft(
-                found.features, found.before, tokens, nobody, starts, starts - 1, self.arena.layout.draft_tokens, order, context
+                found.features, found.before, tokens, nobody, starts, starts - 1, self._most_drafts, order, context
             )
 
     def _use_device(self) -> None:
@@ -291,16 +283,19 @@ class DeviceRunner:
         if decodes:
             bucket = self.graphs.bucket(len(decodes), max(part.stop for part in decodes))
             self.graphs.prepare(bucket)
+        check = self._prepare_check(checked) if checked else None
         self.inputs.begin()
         if bucket is not None:
             self.inputs.put_decodes(decodes, bucket[0])
-        groups: list[tuple[list[Slice], Order]] = [(checked, "decode"), (others, "prefill")]
-        batches = [(parts, self.inputs.put_rows(parts), order) for parts, order in groups if parts]
+        if check is not None:
+            self.inputs.put_check(checked, check.bucket[0], check.rows)
+        batch = self.inputs.put_rows(others) if others else None
         draws = self._put_draws(step, decodes, [*checked, *others])
         self.inputs.upload(step.slices)
         if bucket is not None:
             self.graphs.run(bucket)
-        passes = [self._pass(parts, batch, order) for parts, batch, order in batches]
+        passes = [self._run_check(check, checked)] if check is not None else []
+        passes += [self._pass(others, batch, "prefill")] if batch is not None else []
         scores = self._prompt_scores(step.slices, others, passes[-1].hidden if others else None)
         pending = None
         if draws.samples:
@@ -319,12 +314,21 @@ class DeviceRunner:
             places = [numbers[part.request_id] for part in one.parts]
             wanted = [part.num_wanted if following[at] >= 0 else 0 for part, at in zip(one.parts, places, strict=True)]
             both = torch.tensor([[counts[at] for at in places], [following[at] for at in places]], dtype=torch.int32)
-            own_counts, own_following = both.to(self.device).unbind(0)
-            assert one.features is not None
-            found, chances = drafter.draft(
-                one.features, one.before, one.batch.tokens, one.batch.rows, own_counts, own_following,
-                min(max(wanted), drafter.most_tokens), one.order, one.context,
-            )  # fmt: skip
+            num = min(max(wanted), drafter.most_tokens)
+            if one.check is None:
+                own_counts, own_following = both.to(self.device).unbind(0)
+                assert one.features is not None
+                found, chances = drafter.draft(
+                    one.features, one.before, one.batch.tokens, one.batch.rows, own_counts, own_following, num, one.order,
+                    one.context,
+                )  # fmt: skip
+            else:
+                self._counts[0].zero_()
+                self._counts[1].fill_(-1)
+                self._counts[:, : len(places)].copy_(both)
+                graphs = self.drafts[one.check.rows, one.check.num_drafts]
+                graphs.run(one.check.bucket)
+                found, chances = self._drafted[: len(places), :num], self._chances[: len(places), :num]
             for at, most, ids, shares in zip(places, wanted, found.tolist(), chances.tolist(), strict=True):
                 drafts[at] = tuple(ids[: _likely(shares[:most], drafter.least_likely)])
         return replace(result, drafts=tuple(drafts))
@@ -348,13 +352,13 @@ class DeviceRunner:
         return "prefill" if self.mode == "strict" else "decode"
 
     def _split(self, slices: Sequence[Slice]) -> tuple[list[Slice], list[Slice], list[Slice]]:
-        """The slices that run as decodes, those with guesses, and the others. Draft blocks are fed by no graph."""
+        """The slices that run as decodes, those that run as checks of guesses, and the others. Draft blocks are fed by checks."""
         decodes = [part for part in slices if part.is_decode]
         checked = [part for part in slices if part.num_guesses]
         others = [part for part in slices if not (part.is_decode or part.num_guesses)]
         if self.mode == "strict" or (self.mode is False and others):
             return [], [], list(slices)
-        return (decodes, checked, others) if self.drafting is None else ([], [*decodes, *checked], others)
+        return (decodes, [], others) if self.drafting is None and not checked else ([], [*decodes, *checked], others)
 
     def _decode(self, num_requests: int, context: int) -> None:
         """What a graph does: fills in the last tokens, runs the model, keeps hidden vectors."""
@@ -367,6 +371,55 @@ class DeviceRunner:
 
     def _pad_decode(self, num_requests: int) -> None:
         self.inputs.pad_decode(num_requests)
+
+    def _prepare_check(self, parts: Sequence[Slice]) -> _Check:
+        """Which graphs will check the guesses of `parts`, and draft after them."""
+        rows = min(each for each in self.checks if any(part.num_guesses for part in parts) <= (each > 1))
+        bucket = self.checks[rows].bucket(len(parts), max(part.stop for part in parts))
+        num_drafts = 0 if self.drafting is None else min(max(p.num_wanted for p in parts), self.drafting.drafter.most_tokens)
+        self.checks[rows].prepare(bucket)
+        if self.drafting is not None:
+            self.drafts[rows, num_drafts].prepare(bucket)
+        return _Check(bucket, rows, num_drafts)
+
+    def _run_check(self, check: _Check, parts: Sequence[Slice]) -> _Pass:
+        """Computes what was put into the section of a check."""
+        self.checks[check.rows].run(check.bucket)
+        made = self._checked
+        assert made is not None
+        num = sum(part.stop - part.start for part in parts)
+        batch = self.inputs.check(check.bucket[0], check.rows)
+        return _Pass(parts, batch, "decode", check.bucket[1], made.hidden[:num], None, None, check)
+
+    def _check(self, rows: int, num_requests: int, context: int) -> None:
+        """What the graph of a checking pass does: as `_decode`, for slices of a few rows, with what a drafter reads."""
+        batch = self.inputs.check(num_requests, rows)
+        tokens = batch.filled(self.sampler.last_tokens)
+        one = self._forward((), Batch(tokens, batch.rows), "decode", context)
+        if self._checked is None:
+            most = self.graphs.requests[-1]
+            size = max(self.checks) * most
+            self._checked = _Buffers(
+                tokens.new_empty(size), one.hidden.new_empty(size, one.hidden.shape[1]),
+                None if one.features is None else one.features.new_empty(size, one.features.shape[1]),
+                None if one.before is None else one.before.new_empty(most, one.before.shape[1]),
+            )  # fmt: skip
+        for buffer, value in zip(self._checked, (tokens, one.hidden, one.features, one.before), strict=True):
+            if buffer is not None and value is not None:
+                buffer[: value.shape[0]].copy_(value)
+
+    def _draft(self, rows: int, num_drafts: int, num_requests: int, context: int) -> None:
+        """What the graph after it does: brings the draft blocks' memories up to what counts, and drafts."""
+        batch, made = self.inputs.check(num_requests, rows), self._checked
+        assert made is not None and made.features is not None and self.drafting is not None
+        num_rows = batch.rows.num_rows
+        counts, following = self._counts[:, :num_requests]
+        found, chances = self.drafting.drafter.draft(
+            made.features[:num_rows], None if made.before is None else made.before[:num_requests], made.tokens[:num_rows],
+            batch.rows, counts, following, num_drafts, "decode", context,
+        )  # fmt: skip
+        self._drafted[:num_requests, :num_drafts].copy_(found)
+        self._chances[:num_requests, :num_drafts].copy_(chances)
 
     def _pass(self, parts: Sequence[Slice], batch: Batch, order: Order) -> _Pass:
         """Computes slices of any length."""
@@ -465,10 +518,9 @@ class DeviceRunner:
         return _Scores(parts)
 
 
-def drafting_device_model(model: object) -> DraftingDeviceModel:
-    """A model that was loaded with its draft blocks."""
-    assert isinstance(model, DraftingDeviceModel)
-    return model
+def _passed_on(progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    """Progress of a part of something, `before` which as much was done."""
+    progress(before + done, total)
 
 
 def _likely(chances: Sequence[float], least: float) -> int:
