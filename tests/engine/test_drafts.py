@@ -14,7 +14,16 @@ from lamina.engine.engine import Engine
 from lamina.engine.outputs import RequestOutput
 from lamina.engine.process_facts import Tally
 from lamina.models.tiny import SHAPES, write_tiny
+from lamina.ops.compress import ref as compress_ref
+from lamina.ops.sequences import Piece, Sequences, make_groups
+from lamina.ops.store import Store
+from lamina.runtime import inputs
+from lamina.runtime.runner import Runner
+from lamina.schedule.draft import Flight
+from lamina.schedule.guesses import Guesses
 from lamina.schedule.request import Request, RequestState
+from lamina.schedule.scheduler import Scheduler
+from lamina.schedule.step import StepResult
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 MOST = 7
@@ -377,3 +386,107 @@ def test_settings_that_cannot_be(checkpoint_of: Callable[[str], Path]) -> None:
         LLM(directory, draft="lookup", draft_tokens=8)
     with pytest.raises(ConfigError, match=r"^draft='mtp' is not valid: none, auto or lookup: the checkpoint has no draft blocks"):
         LLM(directory, draft="mtp")
+
+
+# Seeded faults in taking drafts back, which the tests above must notice ---------------------------------------------------
+
+
+def accepts_the_first_wrong_guess(mp: pytest.MonkeyPatch) -> None:
+    original = Guesses.settle
+
+    def settle(self: Guesses, flight: Flight, result: StepResult, *rest: object) -> int:
+        tokens, at = list(result.tokens), 0
+        while at < len(flight.samples):
+            guesses = flight.guesses.get(flight.samples[at][0].id, ())
+            wrong = next((n for n, guess in enumerate(guesses) if tokens[at + n] != guess), None)
+            if wrong is not None:
+                tokens[at + wrong] = guesses[wrong]
+            at += 1 + len(guesses)
+        return original(self, flight, replace(result, tokens=tuple(tokens)), *rest)  # type: ignore[arg-type]
+
+    mp.setattr(Guesses, "settle", settle)
+
+
+def keeps_the_fold_of_the_last_row_alone(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(
+        inputs, "make_groups", lambda pieces, *rest: make_groups(tuple(replace(piece, drafts=0) for piece in pieces), *rest)
+    )
+
+
+def goes_on_from_the_state_of_the_last_row(mp: pytest.MonkeyPatch) -> None:
+    def load(state: torch.Tensor, where: object, store: Store, slots: torch.Tensor) -> None:
+        group, sequence, seen = where  # type: ignore[misc]
+        original(state, (group, sequence, seen + 1), store, slots)
+
+    original = compress_ref._load
+    mp.setattr(compress_ref, "_load", load)
+
+
+def keeps_the_last_hidden_vector_alone(mp: pytest.MonkeyPatch) -> None:
+    original = Runner._keep_hidden
+
+    def keep(self: Runner, hidden: torch.Tensor, sequences: Sequences) -> None:
+        pieces = tuple(replace(piece, drafts=0) for piece in sequences.pieces)
+        original(self, hidden, replace(sequences, pieces=pieces))
+
+    mp.setattr(Runner, "_keep_hidden", keep)
+
+
+def draws_each_row_as_the_first(mp: pytest.MonkeyPatch) -> None:
+    original = Scheduler._sample
+
+    def sample(self: Scheduler, *arguments: object) -> object:
+        made = original(self, *arguments)  # type: ignore[arg-type]
+        return made._replace(num_output=made.num_output - len(arguments[3])) if len(arguments) > 3 else made  # type: ignore[arg-type]
+
+    mp.setattr(Scheduler, "_sample", sample)
+
+
+def rings_have_no_rows_for_guesses(mp: pytest.MonkeyPatch) -> None:
+    original = inputs.make_tails
+
+    def tails(pieces: tuple[Piece, ...], ring: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        rows, owners, _ = original(pieces, ring, device)
+        positions = torch.tensor([p for piece in pieces for p in range(max(piece.start, piece.stop - ring), piece.stop)])
+        return rows, owners, positions % (ring - MOST if ring == 16 + MOST else ring)
+
+    mp.setattr(inputs, "make_tails", tails)
+
+
+MUTANTS = (
+    accepts_the_first_wrong_guess, keeps_the_fold_of_the_last_row_alone, goes_on_from_the_state_of_the_last_row,
+    keeps_the_last_hidden_vector_alone, draws_each_row_as_the_first, rings_have_no_rows_for_guesses,
+)  # fmt: skip
+
+
+def stands(pair: Pair, ids: Ids) -> None:
+    """A little of what has been tried above: an answer, one that ends inside of guesses, and what goes on from each."""
+    one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=0)
+    for seed in range(2):
+        prompt = ids(60 + seed, 30 + seed)
+        params = SamplingParams(max_tokens=40, temperature=seed, seed=seed, ignore_eos=True, logprobs=0)
+        pair.begin()
+        (output,) = pair.same([prompt], params)
+        tokens = output.outputs[0].token_ids
+        end = next(place for place in range(20, 40) if tokens[place] not in tokens[:place])
+        for ends, stop_token_ids in ((40, ()), (end + 1, (tokens[end],))):
+            pair.begin((lambda _, most: (most, most)) if stop_token_ids else None)
+            pair.same([prompt], replace(params, stop_token_ids=stop_token_ids))
+            again = prompt + tokens[: ends - 1]
+            pair.answers[tuple(again), 0] = []
+            assert pair.same([again], one)[0].usage.cached_tokens == len(again)
+
+
+def test_the_real_code_stands(pair: Pair, ids: Ids) -> None:
+    stands(pair, ids)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, id=one.__name__, marks=[] if at < 2 else [pytest.mark.long]) for at, one in enumerate(MUTANTS)],
+)
+def test_mutant_is_killed(mutant: Callable[[pytest.MonkeyPatch], None], pair: Pair, ids: Ids) -> None:
+    with pytest.MonkeyPatch.context() as mp:
+        mutant(mp)
+        with pytest.raises(AssertionError):
+            stands(pair, ids)
