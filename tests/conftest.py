@@ -84,6 +84,12 @@ def oracle() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def draft_oracle() -> ModuleType:
+    """tests/models/draft_oracle.py"""
+    return load_helper("models/draft_oracle.py")
+
+
+@pytest.fixture(scope="session")
 def driving() -> ModuleType:
     """tests/engine/driving.py"""
     return load_helper("engine/driving.py")

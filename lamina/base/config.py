@@ -12,6 +12,10 @@ INDEX_FORMATS = ("fp4", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "portable")
 ACTIVATION_FORMATS = ("auto", "fp8", "bf16")
+#: what drafts tokens ahead
+DRAFTS = ("none", "auto", "lookup", "mtp", "dspark")
+#: most tokens drafted ahead in a step
+MOST_DRAFTS = 7
 #: the model in the package, by this name everywhere a model is asked for
 EMBEDDED = "lamina-tiny"
 _DEVICE = re.compile(r"cpu|auto|cuda(:(0|[1-9][0-9]?))?")
@@ -46,6 +50,10 @@ class EngineConfig:
     kernels          auto: the fastest kernels that this GPU runs; portable: those that run on every GPU.
     activation_format  what products with fp8 and fp4 weights read: fp8, bf16, or auto (fp8 where the GPU multiplies it).
     seed             root of the seeds of requests that bring none; None: from the system.
+    draft            what drafts tokens ahead, which are then checked together: none; lookup (what followed the last tokens when
+                     they came before in the same request); mtp or dspark (draft blocks of the checkpoint); auto (the checkpoint's
+                     draft blocks if it has some, else lookup). Outputs do not depend on it.
+    draft_tokens     most tokens drafted ahead in a step, 1 to 7; None: 4, or 5 with dspark.
     """
 
     model: str = EMBEDDED
@@ -65,6 +73,8 @@ class EngineConfig:
     kernels: str = "auto"
     activation_format: str = "auto"
     warmup: bool = True
+    draft: str = "none"
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -76,6 +86,7 @@ class EngineConfig:
             ("index_format", self.index_format, (AUTO, *INDEX_FORMATS)),
             ("kernels", self.kernels, KERNELS),
             ("activation_format", self.activation_format, ACTIVATION_FORMATS),
+            ("draft", self.draft, DRAFTS),
         ):
             if not isinstance(value, str) or value not in allowed:
                 raise ConfigError(name, value, f"one of {', '.join(allowed)}")
@@ -103,11 +114,14 @@ class EngineConfig:
             ("max_model_len", self.max_model_len, True),
             ("block_tokens", self.block_tokens, True),
             ("checkpoint_interval", self.checkpoint_interval, True),
+            ("draft_tokens", self.draft_tokens, True),
         ):
             if number is None and is_optional:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ConfigError(name, number, "an integer of at least 1" + (" or None" if is_optional else ""))
+        if self.draft_tokens is not None and self.draft_tokens > MOST_DRAFTS:
+            raise ConfigError("draft_tokens", self.draft_tokens, f"at most {MOST_DRAFTS}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise ConfigError("seed", self.seed, "an integer or None")
 

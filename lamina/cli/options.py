@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lamina import SamplingParams
-from lamina.base.config import ACTIVATION_FORMATS, AUTO, CACHE_FORMATS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
+from lamina.base.config import ACTIVATION_FORMATS, AUTO, CACHE_FORMATS, DRAFTS, DTYPES, INDEX_FORMATS, KERNELS, EngineConfig
 from lamina.base.errors import ConfigError
 from lamina.models.files import about_embedded, is_embedded, model_path
 
@@ -181,6 +181,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="what products with fp8 and fp4 weights read: fp8, bf16, auto (default auto: fp8 where the GPU multiplies it)",
     )
     group.add_argument(
+        "--draft",
+        choices=DRAFTS,
+        default="none",
+        metavar="KIND",
+        help="draft tokens ahead and check them together, which changes no answer: lookup (what came before in the request), mtp "
+        "or dspark (the checkpoint's draft blocks), auto (these blocks, else lookup), none (default %(default)s)",
+    )
+    group.add_argument("--draft-tokens", type=int, metavar="N", help="most of them in a step, 1 to 7 (default 4; dspark: 5)")
+    group.add_argument(
         "--no-warmup",
         action="store_true",
         help="on a GPU, compile kernels and capture decode graphs when they are first needed, not before",
@@ -220,6 +229,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         kernels=args.kernels,
         activation_format=args.activation_format,
         warmup=not args.no_warmup,
+        draft=args.draft,
+        draft_tokens=args.draft_tokens,
     )
 
 

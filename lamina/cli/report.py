@@ -71,12 +71,14 @@ def moment(memory: MemoryReport | None) -> str:
 def closing_line(served: Served) -> str:
     """Tokens, speed and time in one line."""
     usage = [output.usage for output in served.outputs]
-    cached = sum(one.cached_tokens for one in usage)
+    cached, accepted = sum(one.cached_tokens for one in usage), sum(one.accepted_drafts for one in usage)
+    drafted = accepted + sum(one.rejected_drafts for one in usage)
     parts = [
         f"{sum(one.prompt_tokens for one in usage):,} tokens in" + (f" ({cached:,} reused)" if cached else ""),
         f"{sum(one.completion_tokens for one in usage):,} out",
         f"prefill {_rate(served.speed.prefill_rate)} tokens/s",
         f"decode {_rate(served.speed.decode_rate)} tokens/s",
+        *([f"{accepted:,} of {drafted:,} drafts accepted"] if drafted else []),
         f"load {served.load_s:.1f} s, first token {served.first_token_s:.2f} s, all {served.total_s:.1f} s",
     ]
     return " | ".join(parts)
@@ -119,6 +121,8 @@ def to_json(served: Served, model: str) -> str:
             "prompt_tokens": sum(one.prompt_tokens for one in usage),
             "cached_tokens": sum(one.cached_tokens for one in usage),
             "completion_tokens": sum(one.completion_tokens for one in usage),
+            "accepted_drafts": sum(one.accepted_drafts for one in usage),
+            "rejected_drafts": sum(one.rejected_drafts for one in usage),
         },
         "timings": {
             "load_s": served.load_s,

@@ -1,5 +1,7 @@
 """Counters that go on over restarts: what engines before counted is added to what the present one says."""
 
+from itertools import zip_longest
+
 import msgspec
 
 from lamina.engine.wire import GrammarStats, MemoryState, Stats
@@ -7,7 +9,7 @@ from lamina.engine.wire import GrammarStats, MemoryState, Stats
 #: fields that only grow; the others are gauges of now
 COUNTERS = (
     "time_s", "prompt_tokens", "cached_tokens", "computed_tokens", "drawn_tokens", "steps", "prefill_s", "decode_s",
-    "preemptions", "evictions", "late_results", "lookups",
+    "preemptions", "evictions", "late_results", "lookups", "drafts", "draft_tokens", "accepted_drafts",
 )  # fmt: skip
 
 
@@ -18,7 +20,7 @@ def summed(before: Stats | None, now: Stats) -> Stats:
     sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
     return msgspec.structs.replace(
         now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished),
-        grammars=_grammars(before.grammars, now.grammars), **sums,
+        grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now), **sums,
     )  # fmt: skip
 
 
@@ -29,6 +31,10 @@ def without_gauges(stats: Stats) -> Stats:
         stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
         grammars=msgspec.structs.replace(stats.grammars, kept=0, kept_bytes=0),
     )  # fmt: skip
+
+
+def _places(before: Stats, now: Stats) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(before.accepted_by_place, now.accepted_by_place, fillvalue=0)))
 
 
 def _grammars(left: GrammarStats, right: GrammarStats) -> GrammarStats:

@@ -26,6 +26,7 @@ from lamina.memory.ledger import Ledger
 from lamina.memory.plan import Held, predict
 from lamina.models.files import model_name
 from lamina.runtime.worker import Worker
+from lamina.schedule.drafting import draft_rule
 from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Drawn, Scheduler
@@ -109,6 +110,7 @@ class Engine:
         event(
             _LOG, "ready", model=model_name(self.directory), page_bytes=self.layout.page_bytes, pages=self.num_pages,
             block_tokens=self.layout.block_tokens, slot_pages=self.layout.slot_pages, max_model_len=self.max_model_len,
+            draft=config.draft, draft_tokens=self.layout.draft_tokens,
         )  # fmt: skip
 
     def _start_books(self) -> None:
@@ -116,7 +118,8 @@ class Engine:
         config = self.config
         self.ledger = Ledger(self.layout, self.num_pages, self._model_id, adopt_twins=self.worker.has_equal_twins)
         self.scheduler = Scheduler(
-            self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps
+            self.ledger, config.step_tokens, config.max_requests, self.vocab_size, config.checkpoint_interval, self._overlaps,
+            draft_rule(self.worker.drafts.tokens, self.worker.drafts.by_model, self.worker.is_gpu),
         )  # fmt: skip
         self._flying.clear()
 
@@ -292,8 +295,7 @@ class Engine:
         result = launched.result()
         if self.on_computed is not None:
             self.on_computed(step)
-        for drawn in self.scheduler.apply(step, result, self._requests):
-            self._book(drawn)
+        self.scheduler.apply(step, result, self._requests, self._book)
 
     def _start_again(self) -> None:
         """After a step that broke off: nothing that it left behind is trusted. Requests that wait stay queued."""
@@ -373,6 +375,8 @@ class Engine:
         self._forget(request)
         usage = group.output.usage
         usage.completion_tokens += len(growing.output.token_ids)
+        usage.accepted_drafts += request.accepted_drafts
+        usage.rejected_drafts += request.rejected_drafts
         for name, nbytes in self.held_bytes(request).items():
             usage.held_bytes[name] = usage.held_bytes.get(name, 0) + nbytes
         if request.child == 0:

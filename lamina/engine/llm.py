@@ -52,6 +52,8 @@ class LLM:
         activation_format: str = "auto",
         warmup: bool = True,
         generation_config: str = "auto",
+        draft: str = "none",
+        draft_tokens: int | None = None,
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
         config = EngineConfig(
@@ -72,6 +74,8 @@ class LLM:
             kernels=kernels,
             activation_format=activation_format,
             warmup=warmup,
+            draft=draft,
+            draft_tokens=draft_tokens,
         )
         self.engine = Engine(config, on_tensor)
         self._chats: Chats | None = None  # once somebody chats

@@ -33,6 +33,7 @@ class Usage:
     cached_tokens     prompt tokens that were not computed because the memory had them (of the first output).
     held_bytes        per memory (and padding) the bytes held at the peak, all outputs together.
     prefix_stop       why the prefix lookup of the first output stopped where it did.
+    accepted_drafts, rejected_drafts  tokens drafted ahead that were drawn then, and the others, all outputs together.
     """
 
     prompt_tokens: int
@@ -40,6 +41,8 @@ class Usage:
     completion_tokens: int = 0
     held_bytes: dict[str, int] = field(default_factory=dict)
     prefix_stop: str = ""
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 @dataclass(slots=True)

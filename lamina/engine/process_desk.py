@@ -240,6 +240,7 @@ class Desk:
             prompt_tokens=len(request.prompt), cached_tokens=request.cached_tokens, completion_tokens=request.num_output,
             held_bytes=self._engine.held_bytes(request), prefix_stop="not looked up" if hit is None else hit.why,
             queued_s=max(0.0, started - live.arrived), prefill_s=max(0.0, first - started), decode_s=max(0.0, now - first),
+            accepted_drafts=request.accepted_drafts, rejected_drafts=request.rejected_drafts,
         )  # fmt: skip
 
     def _forget(self, live: _Live, request: Request, finish: str) -> None:

@@ -15,6 +15,7 @@ from lamina.memory.ledger import Ledger
 from lamina.memory.plan import CHECKPOINTS, Held, predict
 from lamina.models.files import CONFIG, model_name, read_file
 from lamina.runtime.chosen import chosen_ops
+from lamina.schedule.drafting import DraftCounts
 from lamina.schedule.request import Request
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.step import Step
@@ -80,11 +81,13 @@ class _Sums:
     preemptions: int = 0
     evictions: int = 0
     late_results: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def __add__(self, other: "_Sums") -> "_Sums":
         return _Sums(
-            self.preemptions + other.preemptions, self.evictions + other.evictions, self.late_results + other.late_results
-        )
+            self.preemptions + other.preemptions, self.evictions + other.evictions, self.late_results + other.late_results,
+            self.drafts + other.drafts,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -113,7 +116,7 @@ class Tally:
             self.computed_tokens += len(step.decodes.members)
         else:
             self.computed_tokens += step.num_tokens
-            self.has_prompt = self.has_prompt or not all(part.is_decode for part in step.slices)
+            self.has_prompt = self.has_prompt or not all(part.is_decode or part.num_guesses for part in step.slices)
         self.drawn_tokens += len(step.samples)
         self.steps += 1
 
@@ -142,15 +145,18 @@ class Tally:
     def stats(self, num_waiting: int, rows: tuple[RequestRow, ...], grammars: GrammarStats = _NO_GRAMMARS) -> Stats:
         """All of it now. num_waiting  requests that the engine has not been given yet."""
         engine, sums, arena = self.engine, self._sums(), self.engine.ledger.arena
+        drafts = sums.drafts  # what was drawn after a wrong one was thrown away
         return Stats(
             time_s=time.monotonic() - self.begin, running=len(engine.scheduler.running),
             waiting=len(engine.scheduler.waiting) + num_waiting, free_pages=arena.free, held_pages=arena.held,
             cached_pages=arena.evictable + arena.pinned,
             prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens, computed_tokens=self.computed_tokens,
-            drawn_tokens=self.drawn_tokens, steps=self.steps, prefill_s=self.prefill_s, decode_s=self.decode_s,
+            drawn_tokens=self.drawn_tokens - drafts.rejected, steps=self.steps,
+            prefill_s=self.prefill_s, decode_s=self.decode_s,
             preemptions=sums.preemptions, evictions=sums.evictions, late_results=sums.late_results, lookups=self.lookups,
             misses=dict(self.misses), finished=dict(self.finished), memories=memories_of(engine.ledger),
-            requests=rows[:_MOST_ROWS], grammars=grammars,
+            requests=rows[:_MOST_ROWS], grammars=grammars, drafts=drafts.drafts, draft_tokens=drafts.tokens,
+            accepted_drafts=drafts.accepted, accepted_by_place=tuple(drafts.by_place),
         )  # fmt: skip
 
     def _sums(self) -> _Sums:
@@ -162,4 +168,4 @@ class Tally:
 
 
 def _sums_of(ledger: Ledger, scheduler: Scheduler) -> _Sums:
-    return _Sums(ledger.stats.preempted, ledger.evictions, scheduler.late_results)
+    return _Sums(ledger.stats.preempted, ledger.evictions, scheduler.late_results, scheduler.guesses.counts)

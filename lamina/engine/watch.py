@@ -104,10 +104,11 @@ class Watch:
     def step(self) -> bool:
         """One step of the engine. False if there was nothing to do."""
         self._last, self._watching_s = (0, 0), 0.0
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.engine.scheduler.guesses.counts.rejected
         moved = self.engine.step()
         seconds = time.perf_counter() - start - self._watching_s
         prompt, drawn = self._last
+        drawn -= max(0, self.engine.scheduler.guesses.counts.rejected - before)  # drawn after a wrong guess, for nobody
         speed = replace(self.speed, drawn=self.speed.drawn + drawn, steps=self.speed.steps + moved)
         if prompt:
             speed = replace(speed, prefill_tokens=speed.prefill_tokens + prompt, prefill_s=speed.prefill_s + seconds)
@@ -146,8 +147,8 @@ class Watch:
         self._watching_s = time.perf_counter() - start
 
     def _prompt_tokens(self, part: Slice) -> int:
-        """Tokens of a slice that are no decode: a decode is the one token drawn last."""
-        length = part.stop - part.start
+        """Tokens of a slice that are no decode: a decode is the one token drawn last, and guesses of what follows."""
+        length = part.stop - part.start - part.num_guesses
         is_decode = length == 1 and part.start >= len(self._requests[part.request_id].prompt)
         return 0 if is_decode else length
 

@@ -184,6 +184,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     """What one output cost, sent with its finish. prefix_stop  why the lookup of its prefix stopped where it did.
 
     queued_s  until it first ran.   prefill_s  then until its first token.   decode_s  then until its end.
+    accepted_drafts, rejected_drafts  tokens drafted ahead that were drawn then, and the others.
     """
 
     prompt_tokens: int
@@ -194,6 +195,8 @@ class UsageRow(msgspec.Struct, frozen=True):
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -315,6 +318,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     misses   lookups by the reason why they stopped.   computed_tokens  rows computed: grows while the engine has work and moves.
     prefill_s, decode_s  of steps that computed any prompt token, and of the others.   finished  outputs by how they ended.
     requests  running ones first, not more than some.
+    drafts   steps of a request with drafts.   draft_tokens, accepted_drafts, accepted_by_place  all of these, and the right ones.
     """
 
     time_s: float
@@ -339,6 +343,10 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     memories: tuple[MemoryState, ...]
     requests: tuple[RequestRow, ...]
     grammars: GrammarStats = GrammarStats()
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_drafts: int = 0
+    accepted_by_place: tuple[int, ...] = ()
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

@@ -90,17 +90,32 @@ class CompressedAttention:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """x [T, D], cos and sin [T, r] at the rows' positions -> [T, D]."""
-        weights, stores = self.weights, self.stores
-        parts = linear(x, weights.w_in).split_with_sizes(weights.splits, dim=-1)
-        low = rounded(rms_norm(rounded(parts[0], self.dtype), weights.q_norm, self.eps), self.dtype)
-        q = rounded(linear(low, weights.wq_b), self.dtype).view(-1, self.heads, self.dim)
-        q = rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
-        own = rounded(entry_norm_rope(rounded(parts[1], self.dtype), weights.kv_norm, cos, sin, self.eps), self.dtype)
-        encoded = stores.window.codec.encode(own)
+        parts = self.project(x)
+        low, q = self.queries(parts[0], cos, sin)
+        encoded = self.encode(parts[1], cos, sin)
         scope = self._compress(parts, low, cos, sin, sequences)
-        out = attend(q, encoded, stores.window, self.window, scope, self.dim**-0.5, weights.sink, sequences)
+        out = attend(q, encoded, self.stores.window, self.window, scope, self.dim**-0.5, self.weights.sink, sequences)
         self._keep(encoded, sequences)
+        return self.output(out, cos, sin)
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [T, D] -> every projection of the input, in the order of `splits`."""
+        return linear(x, self.weights.w_in).split_with_sizes(self.weights.splits, dim=-1)
+
+    def queries(self, part: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The first projection -> its normed low rank [T, q_lora] and the queries [T, H, d]."""
+        low = rounded(rms_norm(rounded(part, self.dtype), self.weights.q_norm, self.eps), self.dtype)
+        q = rounded(linear(low, self.weights.wq_b), self.dtype).view(-1, self.heads, self.dim)
+        return low, rounded(query_norm_rope(q, cos, sin, self.eps), self.dtype)
+
+    def encode(self, part: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """The second projection -> the rows' entries as the window stores them."""
+        own = rounded(entry_norm_rope(rounded(part, self.dtype), self.weights.kv_norm, cos, sin, self.eps), self.dtype)
+        return self.stores.window.codec.encode(own)
+
+    def output(self, out: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What the heads found [T, H, d] -> [T, D]."""
+        weights = self.weights
         out = rounded(unrotate(out, cos, sin), self.dtype).view(out.shape[0], len(weights.wo_a), -1)
         grouped = torch.cat([linear(out[:, group], wo_a) for group, wo_a in enumerate(weights.wo_a)], dim=-1)
         return rounded(linear(rounded(grouped, self.dtype), weights.wo_b), self.dtype)

@@ -21,7 +21,7 @@ from lamina.ops.gemm.triton import Order, grouped_linear, grouped_linear_quantis
 from lamina.ops.index_topk.triton import index_topk
 from lamina.ops.rope_norm.triton import query_norm_rope
 from lamina.ops.rows import Rows
-from lamina.ops.store.triton import keep_rows, project_epilogue, query_epilogue
+from lamina.ops.store.triton import encode_rows, keep_rows, project_epilogue, query_epilogue
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class DeviceAttention:
            and head weights.
     wq_b   [H * d (+ Hi * di), q_low]: the queries' rows, and behind them the indexer's.
     wo_a   [groups * o_low, H/groups * d].   wo_b  [D, groups * o_low].   sink [H] fp32.   has_fp8  products in fp8 are done here.
+    keeps  whether the step's rows go to the window.
     """
 
     w_in: Stack
@@ -70,6 +71,7 @@ class DeviceAttention:
     eps: float
     dtype: torch.dtype
     has_fp8: bool
+    keeps: bool = True
 
     def forward(self, x: Activation, turns: Turns, rows: Rows, order: Order, max_context: int, branch: Branch) -> Tensor:
         """x [T, D], the rows' turns -> [T, D] in the activations' type.
@@ -102,13 +104,22 @@ class DeviceAttention:
             q, own, stores.window, self.window, scope, self.dim**-0.5, self.sink, rows, turns.cos, turns.sin,
             has_fp8 and self.wo_a.is_fp8, order,
         )  # fmt: skip
-        if not rows.is_single:
+        if self.keeps and not rows.is_single:
             keep_rows(own, stores.window, rows)
         if has_fp8 and self.wo_b.is_fp8:
             wide = grouped_linear_quantised(out, self.wo_a, self.groups, self.dtype, order)
         else:
             wide = Activation(grouped_linear(out, self.wo_a, self.groups, self.dtype, order))
         return linear(wide, self.wo_b, self.dtype, order)
+
+    def keep(self, context: Activation, turns: Turns, rows: Rows, order: Order) -> None:
+        """Writes what the window keeps of rows of context [T, D] that are no rows of the layer; `rows` is not of single rows."""
+        product = self.w_in.columns["kv"].product
+        results: list[Tensor | None] = [None] * len(self.w_in.products)
+        results[product] = self._project(context, product, order)
+        kv, window = self.w_in.part(results, "kv"), self.stores.window
+        assert not rows.is_single
+        keep_rows(encode_rows(kv, self.kv_norm, self.eps, turns.cos, turns.sin, self.dtype, window, rows), window, rows)
 
     def _products_of(self, *names: str) -> set[int]:
         """Numbers of the stacked products that these projections are in, as far as the layer has them."""

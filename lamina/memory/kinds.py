@@ -110,6 +110,11 @@ class _Derived:
         """Tokens to replay if the slot part is lost; 0 where nothing can be lost."""
         return 0
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether tokens drafted ahead can be taken back."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Log(_Derived):
@@ -217,7 +222,7 @@ class Window(_Derived):
     @property
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the window is lost; kept first rows cannot be replayed."""
-        return math.inf if self.keep_first else self.size - 1
+        return math.inf if self.keep_first else self.size - 1 + self.lag
 
     @property
     def kind(self) -> str:
@@ -235,6 +240,7 @@ class Fold(_Derived):
     """The running result of the group of `period` tokens that is still open.
 
     state   the fields of the running result.   carry   names of those that are live when position mod period = 0.
+    The state after q tokens is in row q mod (1 + draft tokens), so that drafts are taken back by going on from an older row.
     """
 
     name: str
@@ -245,15 +251,14 @@ class Fold(_Derived):
     lag: int = 0
 
     def slot_parts(self, draft_tokens: int) -> tuple[Part, ...]:
-        """One row for each field of the state."""
-        return tuple(Part(field, 1) for field in self.state)
+        """A ring of 1 + draft rows for each field of the state."""
+        return tuple(Part(field, 1 + draft_tokens) for field in self.state)
 
     def slot_live(self, position: int, draft_tokens: int) -> tuple[tuple[RowRange, ...], ...]:
         """For each slot part the live rows."""
         seen = max(0, position - self.lag)
-        return tuple(
-            ((0, 1),) if seen > 0 and (seen % self.period != 0 or field.name in self.carry) else () for field in self.state
-        )
+        row = (seen % (1 + draft_tokens), 1)
+        return tuple((row,) if seen > 0 and (seen % self.period != 0 or field.name in self.carry) else () for field in self.state)
 
     @property
     def slot_edges(self) -> tuple[object, ...]:
@@ -283,7 +288,7 @@ class Fold(_Derived):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(_Derived):
-    """A function of the whole prefix, such as the state of a scan."""
+    """A function of the whole prefix, such as the state of a scan. Nothing can be taken out of it again."""
 
     name: str
     layer: int
@@ -311,6 +316,11 @@ class Snapshot(_Derived):
     def replay_tokens(self) -> float:
         """Tokens that must be replayed if the state is lost: all of them."""
         return math.inf
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether tokens drafted ahead can be taken back: a state for each of them would be too large."""
+        return False
 
     @property
     def kind(self) -> str:

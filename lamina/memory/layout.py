@@ -91,6 +91,22 @@ class Layout:
         """Pages that let a request reach `num_tokens` tokens alone."""
         return self.block_pages(num_tokens) + self.most_tail_pages(num_tokens) + self.slot_pages
 
+    def most_guesses(self, position: int, wanted: int) -> int:
+        """The most tokens, at most `wanted`, of a step from `position` that can be taken back to any but the first of its rows.
+
+        What large windows hold at both ends of such a step is all that they need on the way.
+        """
+        for count in range(wanted, 0, -1):
+            stop = position + 1 + count
+            held = [{*tail.live_numbers(position), *tail.live_numbers(stop)} for tail in self.tails]
+            if all(
+                held[group].issuperset(tail.live_numbers(place))
+                for group, tail in enumerate(self.tails)
+                for place in range(position + 1, stop)
+            ):
+                return count
+        return 0
+
     def most_tokens(self, num_pages: int, limit: int) -> int:
         """The longest request, at most `limit` tokens, that `num_pages` pages can hold alone; 0 if none fits."""
         low, high = 0, limit
@@ -102,7 +118,7 @@ class Layout:
     def slot_live(self, position: int) -> tuple[tuple[RowRange, ...], ...]:
         """For each slot span the live row ranges at `position`, oldest first."""
         live = [memory.slot_live(position, self.draft_tokens) for memory in self._slot_kinds]
-        live.append((((0, 1),) if position > 0 else (),))  # number -1: the hidden vector
+        live.append((((position % (1 + self.draft_tokens), 1),) if position > 0 else (),))  # number -1: the hidden vector
         return tuple(live[kind][part] for kind, part in self._slot_of)
 
     def checkpoint_spans(self, position: int) -> tuple[Span, ...]:
@@ -168,11 +184,17 @@ def make_layout(
                     (256 for 128), else a power of two from 16 up whose page reaches min_page_bytes and wastes least (64 at the
                     most where there is nothing but logs, because prefixes are then hit in whole blocks).
     min_page_bytes  also what a window must exceed, beside a page, to be kept as a tail.
-    Raises ConfigError for a block size that is no multiple of the strides or too small for one memory's slot part.
+    draft_tokens    most tokens drafted ahead: rings have so many rows more, folds and the hidden vector a row for each.
+    Raises ConfigError for a block size that is no multiple of the strides or too small for one memory's slot part, and for
+    drafts where a memory cannot take them back.
     """
     check_memories(memories)
     if draft_tokens < 0:
         raise ConfigError("draft_tokens", draft_tokens, "at least 0")
+    fixed = next((memory for memory in memories if not memory.takes_drafts), None)
+    if draft_tokens and fixed is not None:
+        why = f"layer {fixed.layer}'s {fixed.name} takes in the whole prefix and cannot give drafts back"
+        raise ConfigError("draft_tokens", draft_tokens, f"0: {why}")
     stride = _common_stride(memories)
     if block_tokens is not None and (block_tokens < 1 or block_tokens % stride):
         raise ConfigError("block_tokens", block_tokens, f"a multiple of {stride}, the largest stride of the model's logs")
@@ -268,7 +290,7 @@ class _Choice:
         """What a slot holds, the fields of each memory together."""
         parts = [(m.layer, m.name, part) for m in self.memories if m not in large for part in m.slot_parts(self.draft_tokens)]
         if self.hidden is not None:
-            parts.append((_hidden_layer(self.memories), HIDDEN, Part(self.hidden, 1)))
+            parts.append((_hidden_layer(self.memories), HIDDEN, Part(self.hidden, 1 + self.draft_tokens)))
         return _units(parts)
 
     def largest_unit(self, large: frozenset[Memory]) -> int:

@@ -42,6 +42,10 @@ class Tail:
                 found.append((first, stop))
         return tuple(found)
 
+    def live_numbers(self, position: int) -> list[int]:
+        """The numbers of these blocks."""
+        return [block for first, stop in self.live_blocks(position) for block in range(first, stop)]
+
     def num_live(self, position: int) -> int:
         """Blocks with live rows."""
         return sum(stop - first for first, stop in self.live_blocks(position))

@@ -65,13 +65,26 @@ class Config:
 class Draft:
     """The blocks that draft tokens ahead.
 
-    blocks  how many are stored.   taps  layers of the main model whose outputs feed them (DSpark), 0 for a block that is fed
-    the last residual streams (MTP).   markov_rank  width of DSpark's Markov head.
+    blocks  how many are stored.   layers  those of the main model whose outputs feed them (DSpark), none for a block that is
+    fed the last residual streams (MTP).   markov_rank  width of DSpark's Markov head.
+    length  tokens that DSpark drafts at once.   noise  token id that stands for those it is to draft.
     """
 
     blocks: int
-    taps: int = 0
+    layers: tuple[int, ...] = ()
     markov_rank: int = 0
+    length: int = 0
+    noise: int = 0
+
+    @property
+    def taps(self) -> int:
+        """Layers of the main model whose outputs feed the blocks."""
+        return len(self.layers)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there are blocks to draft with; several that are no stages of one draft have nobody to run them."""
+        return self.blocks > 0 and (self.taps > 0 or self.blocks == 1)
 
 
 def parse_draft(values: Mapping[str, object], config: Config) -> Draft:
@@ -90,11 +103,16 @@ def parse_draft(values: Mapping[str, object], config: Config) -> Draft:
         blocks = fields.integer("num_nextn_predict_layers", default=1, high=100)
     if not blocks or fields.get("dspark_block_size") is None:
         return Draft(blocks)
-    fields.integer("dspark_block_size", low=1)
     taps = fields.items("dspark_target_layer_ids") or []
     if not taps or any(not isinstance(tap, int) or isinstance(tap, bool) or not 0 <= tap < config.num_layers for tap in taps):
         raise ConfigError("dspark_target_layer_ids", taps, f"a list of layers below {config.num_layers}")
-    return Draft(blocks, len(taps), fields.integer("dspark_markov_rank", low=1))
+    return Draft(
+        blocks=blocks,
+        layers=tuple(int(str(tap)) for tap in taps),
+        markov_rank=fields.integer("dspark_markov_rank", low=1),
+        length=fields.integer("dspark_block_size", low=1, high=64),
+        noise=fields.integer("dspark_noise_token_id", default=128_799, high=config.vocab_size - 1),
+    )
 
 
 def parse_config(values: Mapping[str, object]) -> Config:

@@ -1,5 +1,7 @@
 """DeepSeek-V4's tensor names. The official ones are canonical; Transformers' names, in memory or as saved, come out the same."""
 
+from dataclasses import replace
+
 from lamina.weights.names import NameScheme, Rename, Split
 
 _BLOCK = r"^((?:layers|mtp)\.\d+)\."
@@ -46,6 +48,8 @@ NAMES = NameScheme(
     ),
     ignored=("mtp.",),
 )
+#: the same where the draft blocks are used
+ALL_NAMES = replace(NAMES, ignored=())
 
 #: canonical name -> what Transformers calls it in memory; fused experts come out as `model.layers.N.mlp.experts.e.wK.weight`.
 TO_TRANSFORMERS = NameScheme(

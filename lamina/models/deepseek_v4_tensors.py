@@ -2,31 +2,52 @@
 
 from collections.abc import Iterator, Mapping
 
-from lamina.models.deepseek_v4_config import Config, parse_config
+from lamina.models.deepseek_v4_config import Config, Draft, parse_config, parse_draft
 from lamina.models.deepseek_v4_memory import INDEXED
 from lamina.models.needed import Needed
 
 
-def needed_tensors(values: Mapping[str, object]) -> Iterator[Needed]:
-    """Every tensor of the main model. Raises ConfigError for a config that cannot be read."""
+def needed_tensors(values: Mapping[str, object], with_drafts: bool = False) -> Iterator[Needed]:
+    """Every tensor of the main model, and of its draft blocks if wanted. Raises ConfigError for a config that cannot be read."""
     config = parse_config(values)
     yield Needed("embed.weight", (config.vocab_size, config.hidden_size))
     for layer in range(config.num_layers):
-        yield from _layer(config, layer)
+        yield from _layer(config, f"layers.{layer}.", config.ratios[layer], layer < config.num_hash_layers)
     yield from _mixer(config, "hc_head_", config.streams, 1)
     yield Needed("norm.weight", (config.hidden_size,))
     yield Needed("head.weight", (config.vocab_size, config.hidden_size))
+    if with_drafts:
+        yield from _draft_blocks(config, parse_draft(values, config))
 
 
-def _layer(config: Config, layer: int) -> Iterator[Needed]:
-    prefix, width = f"layers.{layer}.", config.hidden_size
+def _draft_blocks(config: Config, draft: Draft) -> Iterator[Needed]:
+    width, last = config.hidden_size, f"mtp.{draft.blocks - 1}."
+    for block in range(draft.blocks):
+        yield from _layer(config, f"mtp.{block}.", 0, is_hash=False)
+    if draft.taps:
+        yield Needed("mtp.0.main_proj.weight", (width, draft.taps * width))
+        yield Needed("mtp.0.main_norm.weight", (width,))
+        yield Needed(last + "markov_head.markov_w1.weight", (config.vocab_size, draft.markov_rank))
+        yield Needed(last + "markov_head.markov_w2.weight", (config.vocab_size, draft.markov_rank))
+        yield Needed(last + "confidence_head.proj.weight", (1, width + draft.markov_rank))
+    else:
+        yield Needed("mtp.0.e_proj.weight", (width, width))
+        yield Needed("mtp.0.h_proj.weight", (width, width))
+        yield Needed("mtp.0.enorm.weight", (width,))
+        yield Needed("mtp.0.hnorm.weight", (width,))
+    yield Needed(last + "norm.weight", (width,))
+    yield from _mixer(config, last + "hc_head_", config.streams, 1)
+
+
+def _layer(config: Config, prefix: str, ratio: int, is_hash: bool) -> Iterator[Needed]:
+    width = config.hidden_size
     mixed = config.streams * (2 + config.streams)
     yield from _mixer(config, prefix + "hc_attn_", mixed, 3)
     yield Needed(prefix + "attn_norm.weight", (width,))
-    yield from _attention(config, prefix + "attn.", config.ratios[layer])
+    yield from _attention(config, prefix + "attn.", ratio)
     yield from _mixer(config, prefix + "hc_ffn_", mixed, 3)
     yield Needed(prefix + "ffn_norm.weight", (width,))
-    yield from _ffn(config, prefix + "ffn.", layer < config.num_hash_layers)
+    yield from _ffn(config, prefix + "ffn.", is_hash)
 
 
 def _mixer(config: Config, prefix: str, rows: int, parts: int) -> Iterator[Needed]:

@@ -67,8 +67,8 @@ def describe_hybrid(
     """The description of a model with these mixers. `sizes` are all its weights but embedding and head."""
     kept_in, blocks = state_dtype(decoder.fields), width(decoder.fields, "num_nextn_predict_layers", default=0, low=0)
     inputs_in = inputs_dtype(decoder.store.dtype, choices.cache_format)
-    if blocks and choices.draft_tokens:
-        raise ConfigError("draft_tokens", choices.draft_tokens, "0: the draft blocks of this family are not described")
+    if choices.draft_tokens:
+        raise ConfigError("draft_tokens", choices.draft_tokens, "0: a scan's state takes in tokens and cannot give drafts back")
 
     def memories(entry: EntryFormat) -> list[Memory]:
         kept: list[Memory] = []
@@ -84,8 +84,6 @@ def describe_hybrid(
     told = [*notes, f"scan states are kept in {kept_in}{inputs}"]
     if blocks:
         told.append(f"{blocks} draft block(s) of the checkpoint are not counted")
-    if choices.draft_tokens:
-        told.append("a state takes in accepted tokens only: nothing is kept in it for those drafted ahead")
     return describe_decoder(decoder, choices, memories, sizes, told)
 
 

@@ -1,6 +1,6 @@
 """Which families of models run. One line each; `families.py` has those whose memory is known."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,7 +13,7 @@ from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.layers.rounding import activation_dtype
 from lamina.memory.kinds import Field, Memory
 from lamina.models import deepseek_v4
-from lamina.models.deepseek_v4_config import Config
+from lamina.models.deepseek_v4_config import Config, parse_draft
 from lamina.models.deepseek_v4_config import parse_config as parse_deepseek_v4
 from lamina.models.deepseek_v4_memory import Formats, hidden_field, memories
 from lamina.models.description import Choices
@@ -116,20 +116,31 @@ class Blueprint:
 StoreMaker = Callable[[StoreSpec], Store]
 
 
-def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: str) -> Blueprint:
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """How many tokens are drafted ahead at most, and whether the model's own draft blocks do it."""
+
+    tokens: int = 0
+    by_model: bool = False
+
+
+def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: str, drafts: Drafts) -> Blueprint:
     config = parse_deepseek_v4(values)
     formats = Formats(cache_format, index_format)
-    specs = {spec.key: spec for spec in deepseek_v4.store_specs(config, formats)}
+    blocks = parse_draft(values, config) if drafts.by_model else None
+    if blocks is not None and not blocks.can_run:
+        raise ConfigError("num_nextn_predict_layers", blocks.blocks, "1: a chain of one block is what drafts")
+    specs = {spec.key: spec for spec in deepseek_v4.store_specs(config, formats, blocks)}
 
     def load(source: TensorSource, dtype: str, make: StoreMaker) -> LoadedModel:
-        return deepseek_v4.load_model(config, source, dtype, lambda key: make(specs[key]), formats)
+        return deepseek_v4.load_model(config, source, dtype, lambda key: make(specs[key]), formats, blocks)
 
     def load_device(source: TensorSource, target: Target, make: StoreMaker) -> LoadedDeviceModel:
         from lamina.models.deepseek_v4_device import load_device_model  # needs Triton
 
         return load_device_model(
             config, source, target.dtype, lambda key: make(specs[key]), formats, target.device, target.machine, target.activation,
-            target.only_portable,
+            target.only_portable, blocks,
         )  # fmt: skip
 
     def refuses(target: Target) -> str | None:
@@ -139,9 +150,10 @@ def _deepseek_v4(values: Mapping[str, object], cache_format: str, index_format: 
         return "; ".join(refusals(implementations(values, target.machine, choice))) or None
 
     return Blueprint(
-        memories=memories(config, formats), hidden=hidden_field(config), rings=(config.window,),
+        memories=memories(config, formats, blocks), hidden=hidden_field(config, blocks), rings=(config.window + drafts.tokens,),
         vocab_size=config.vocab_size, max_positions=config.max_positions, eos_token_ids=config.eos_token_ids,
-        names=deepseek_v4.NAMES, load=load, load_device=load_device, token_bytes=_token_bytes(config),
+        names=deepseek_v4.NAMES if blocks is None else deepseek_v4.ALL_NAMES, load=load, load_device=load_device,
+        token_bytes=_token_bytes(config),
         request_bytes=16 * config.num_heads * (config.head_dim + 2) * 4, refuses=refuses,  # attention in up to 16 parts, fp32
     )  # fmt: skip
 
@@ -191,7 +203,7 @@ def _network(values: Mapping[str, object], network: Network, cache_format: str, 
 
 
 #: families with a model of their own, by model_type of config.json; the others are given as a network (`families.NETWORKS`)
-_MODELS: dict[str, Callable[[Mapping[str, object], str, str], Blueprint]] = {"deepseek_v4": _deepseek_v4}
+_MODELS: dict[str, Callable[[Mapping[str, object], str, str, Drafts], Blueprint]] = {"deepseek_v4": _deepseek_v4}
 
 
 def chosen_formats(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str) -> tuple[str, str]:
@@ -203,17 +215,35 @@ def chosen_formats(values: Mapping[str, object], cache_format: str, index_format
     return cache, index
 
 
-def blueprint(values: Mapping[str, object], cache_format: str, index_format: str, dtype: str = "fp32") -> Blueprint:
+def draft_blocks(values: Mapping[str, object]) -> str | None:
+    """What kind of draft blocks a checkpoint has that can be run, by its config.json: mtp, dspark or None."""
+    if values.get("model_type") not in _MODELS:
+        return None
+    draft = parse_draft(values, parse_deepseek_v4(values))
+    return None if not draft.can_run else "dspark" if draft.taps else "mtp"
+
+
+def has_draft_blocks(values: Mapping[str, object], stored: Iterable[str]) -> bool:
+    """Whether tensors of the draft blocks are among the names of a checkpoint's, which may have been left out."""
+    if values.get("model_type") not in _MODELS:
+        return False
+    return any(deepseek_v4.NAMES.is_ignored(name) for name in deepseek_v4.ALL_NAMES.rename_all(stored))
+
+
+def blueprint(
+    values: Mapping[str, object], cache_format: str, index_format: str, dtype: str = "fp32", drafts: Drafts | None = None
+) -> Blueprint:
     """The blueprint of a config.json.
 
     cache_format, index_format  auto: fp8 and fp4 for the models that were trained with them, else `dtype`, what activations are
                   rounded to.
+    drafts        None: nothing is drafted ahead.
     Raises ConfigError for an unknown model_type, naming the known ones.
     """
     kind = values.get("model_type")
     cache_format, index_format = chosen_formats(values, cache_format, index_format, dtype)
     if isinstance(kind, str) and kind in _MODELS:
-        return _MODELS[kind](values, cache_format, index_format)
+        return _MODELS[kind](values, cache_format, index_format, drafts or Drafts())
     if not isinstance(kind, str) or kind not in NETWORKS:
         raise ConfigError("model_type", kind, f"one of {', '.join(sorted((*_MODELS, *NETWORKS)))}")
     return _network(values, NETWORKS[kind](values), cache_format, index_format)

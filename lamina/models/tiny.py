@@ -30,7 +30,10 @@ CONTROL = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What differs between small models of this architecture. `ratios` ends with the MTP block's entry."""
+    """What differs between small models of this architecture.
+
+    ratios  of the layers, then a 0 for each draft block.   taps  layers that feed the draft blocks (DSpark); none: one MTP block.
+    """
 
     ratios: tuple[int, ...]
     hidden: int
@@ -48,6 +51,14 @@ class Shape:
     experts_per_token: int = 2
     index_heads: int = 16
     index_dim: int = 128
+    taps: tuple[int, ...] = ()
+    stages: int = 1
+    markov_rank: int = 32
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Ratios of the decoder layers."""
+        return self.ratios[: len(self.ratios) - self.stages]
 
 
 #: flash and pro: the two shipped schedules, every matrix whole in 128x128 squares, 4.4 and 5.4 M parameters in the main model.
@@ -79,7 +90,13 @@ def tiny_config(shape: str = "flash") -> dict[str, object]:
 
 def config_of(s: Shape) -> dict[str, object]:
     """The official config.json of a model of shape `s`."""
-    return {
+    drafts: dict[str, object] = {}
+    if s.taps:
+        drafts = {
+            "dspark_block_size": 5, "dspark_markov_rank": s.markov_rank, "dspark_noise_token_id": s.vocab - 1,
+            "dspark_target_layer_ids": list(s.taps),
+        }  # fmt: skip
+    return drafts | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -107,7 +124,7 @@ def config_of(s: Shape) -> dict[str, object]:
         "num_attention_heads": s.heads,
         "num_experts_per_tok": s.experts_per_token,
         "num_hash_layers": s.hash_layers,
-        "num_hidden_layers": len(s.ratios) - 1,
+        "num_hidden_layers": len(s.layers),
         "num_key_value_heads": 1,
         "num_nextn_predict_layers": 1,
         "o_groups": s.o_groups,
@@ -143,18 +160,18 @@ def config_of(s: Shape) -> dict[str, object]:
     }
 
 
-def write_tiny(directory: Path, shape: str = "flash", seed: int = 0, file_format: str = "official") -> None:
+def write_tiny(directory: Path, shape: str | Shape = "flash", seed: int = 0, file_format: str = "official") -> None:
     """Writes a complete checkpoint to `directory`: config.json, model.safetensors, generation_config.json and a tokenizer.
 
-    shape        flash, pro or bench.
+    shape        flash, pro or bench, or one of one's own.
     seed         >= 0. A tensor's values depend on the seed, its name and its shape only, on every machine.
-    file_format  official (FP8, FP4, BF16, F32, with an MTP block), or transformers (the same numbers as BF16 and F32 under its
-                 in-memory names, without MTP).
+    file_format  official (FP8, FP4, BF16, F32, with draft blocks), or transformers (the same numbers as BF16 and F32 under its
+                 in-memory names, without them).
     Raises ConfigError for another shape, seed or format, or if `directory` exists and is not an empty directory.
     Matrices are uniform with deviation gain / sqrt(fan in); nothing is zero, so that a part left out shows in the logits.
     All or nothing: the files are written beside and renamed into place.
     """
-    config = tiny_config(shape)
+    config = config_of(shape) if isinstance(shape, Shape) else tiny_config(shape)
     if file_format not in FORMATS:
         raise ConfigError("format", file_format, f"one of {', '.join(FORMATS)}")
     if seed < 0:
@@ -164,7 +181,7 @@ def write_tiny(directory: Path, shape: str = "flash", seed: int = 0, file_format
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        _write_files(staging, SHAPES[shape], config, seed, file_format)
+        _write_files(staging, shape if isinstance(shape, Shape) else SHAPES[shape], config, seed, file_format)
         staging.chmod(0o777 & ~_umask())
         staging.rename(directory)
     finally:
@@ -174,7 +191,7 @@ def write_tiny(directory: Path, shape: str = "flash", seed: int = 0, file_format
 def _write_files(directory: Path, shape: Shape, config: dict[str, object], seed: int, file_format: str) -> None:
     if file_format == "transformers":
         plain = {key: value for key, value in config.items() if key not in ("quantization_config", "expert_dtype")}
-        config = plain | {"compress_ratios": list(shape.ratios[:-1]), "num_nextn_predict_layers": 0}
+        config = plain | {"compress_ratios": list(shape.layers), "num_nextn_predict_layers": 0}
     tensors = (_official if file_format == "official" else _transformers)(shape, seed)
     write_safetensors(directory / "model.safetensors", tensors)
     write_settings(directory, config)
@@ -221,7 +238,7 @@ def _transformers(shape: Shape, seed: int) -> dict[str, Tensor]:
             encoded = _make(spec, seed)
             is_matrix = len(spec.shape) > 1 and spec.storage in ("bf16", "fp8", "fp4")
             tensors[TO_TRANSFORMERS.rename(spec.name)] = encoded.values.to(torch.bfloat16) if is_matrix else encoded.values
-    for layer in range(len(shape.ratios) - 1):
+    for layer in range(len(shape.layers)):
         experts = f"model.layers.{layer}.mlp.experts"
         gate, down, up = (
             torch.stack([tensors.pop(f"{experts}.{expert}.{part}.weight") for expert in range(shape.experts)])
@@ -235,18 +252,27 @@ def _transformers(shape: Shape, seed: int) -> dict[str, Tensor]:
 def specs(s: Shape) -> Iterator[Spec]:
     """Every tensor of the official file of a model of shape `s`, except the scales; main model first."""
     yield Spec("embed.weight", (s.vocab, s.hidden), "bf16", 1.0)
-    for layer, ratio in enumerate(s.ratios[:-1]):
+    for layer, ratio in enumerate(s.layers):
         yield from _block(s, f"layers.{layer}", ratio, layer < s.hash_layers)
     yield _norm("norm", s.hidden)
     yield from _mixer("hc_head", s.hidden, 4, 1)
     yield _matrix("head", s.vocab, s.hidden, "bf16")
-    yield from _block(s, "mtp.0", 0, False)
-    yield _matrix("mtp.0.e_proj", s.hidden, s.hidden)
-    yield _matrix("mtp.0.h_proj", s.hidden, s.hidden)
-    yield _norm("mtp.0.enorm", s.hidden)
-    yield _norm("mtp.0.hnorm", s.hidden)
-    yield _norm("mtp.0.norm", s.hidden)
-    yield from _mixer("mtp.0.hc_head", s.hidden, 4, 1)
+    for stage in range(s.stages):
+        yield from _block(s, f"mtp.{stage}", 0, False)
+    last = f"mtp.{s.stages - 1}"
+    if s.taps:
+        yield _matrix("mtp.0.main_proj", s.hidden, len(s.taps) * s.hidden)
+        yield _norm("mtp.0.main_norm", s.hidden)
+        yield Spec(f"{last}.markov_head.markov_w1.weight", (s.vocab, s.markov_rank), "bf16", 1.0)
+        yield _matrix(f"{last}.markov_head.markov_w2", s.vocab, s.markov_rank, "bf16")
+        yield _matrix(f"{last}.confidence_head.proj", 1, s.hidden + s.markov_rank, "bf16")
+    else:
+        yield _matrix("mtp.0.e_proj", s.hidden, s.hidden)
+        yield _matrix("mtp.0.h_proj", s.hidden, s.hidden)
+        yield _norm("mtp.0.enorm", s.hidden)
+        yield _norm("mtp.0.hnorm", s.hidden)
+    yield _norm(f"{last}.norm", s.hidden)
+    yield from _mixer(f"{last}.hc_head", s.hidden, 4, 1)
 
 
 def _block(s: Shape, prefix: str, ratio: int, is_hashed: bool) -> Iterator[Spec]:

@@ -27,6 +27,8 @@ class Rows:
     tables      [table rows, blocks] the page of each block; kept from step to step. Entries that were never set are pages too.
     slots       [R, slot pages].
     is_single   every request has one row at most (decode); known when kernels are launched.
+    drafts      [R] how many of its last rows are guesses: what is remembered must be right after each of the rows from there on.
+                None: nobody has any.
     windows     of each group of large windows [pages of a block, table rows, blocks], contiguous: as `tables`, by the numbers of
                 the blocks; -1 where a request holds none.
     """
@@ -42,6 +44,7 @@ class Rows:
     tables: Tensor
     slots: Tensor
     is_single: bool
+    drafts: Tensor | None = field(default=None, kw_only=True)
     windows: tuple[Tensor, ...] = field(default=(), kw_only=True)
 
     @property
@@ -66,15 +69,17 @@ def rows_of(
             row = piece.first_row + position - piece.start
             positions[row], owners[row] = position, owner
     spare = num_requests - len(pieces)
-    found = [(p.start, p.stop, p.first_row, p.valid_from, p.write_from, p.table_row) for p in pieces] + [(0,) * 6] * spare
+    found = [(p.start, p.stop, p.first_row, p.valid_from, p.write_from, p.table_row, p.drafts) for p in pieces]
+    found += [(0,) * 7] * spare
     device = tables.device
     by_request = torch.tensor(found, dtype=torch.int32).t().contiguous().to(device)
     by_row = torch.tensor([positions, owners], dtype=torch.int32).to(device)
     width = len(slots[0]) if slots else 1
     pages = torch.tensor([*slots, *[(0,) * width] * spare], dtype=torch.int32).to(device)
     own_positions, own_owners = by_row.unbind(0)
-    starts, stops, first_rows, valid_from, write_from, table_rows = by_request.unbind(0)
+    starts, stops, first_rows, valid_from, write_from, table_rows, drafts = by_request.unbind(0)
     return Rows(
         own_positions, own_owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables=tables, slots=pages,
-        is_single=all(piece.stop - piece.start <= 1 for piece in pieces), windows=windows,
+        is_single=all(piece.stop - piece.start <= 1 for piece in pieces),
+        drafts=drafts if any(piece.drafts for piece in pieces) else None, windows=windows,
     )  # fmt: skip

@@ -38,6 +38,7 @@ class Piece:
     table_row   its row of the block tables.
     valid_from  nothing of its window and folds exists before this position.
     write_from  entries that close at or before this position are in the log already, and are only read.
+    drafts      how many of its last tokens are guesses: what is remembered must be right after each of the rows from there on.
     """
 
     start: int
@@ -46,6 +47,7 @@ class Piece:
     table_row: int
     valid_from: int = 0
     write_from: int = 0
+    drafts: int = 0
 
     @property
     def rows(self) -> slice:
@@ -84,21 +86,24 @@ class Groups:
 
     rows      [G, J] row of each token of the group in this step, left to right; only the first counts[g] are real.
     counts    G tokens of the group in this step, descending.
-    live      [G'] groups that continue one left open by an earlier step, and their sequences [G'].
-    carried   [G''] groups that open in this step but whose predecessor was closed by an earlier one, and their sequences.
+    live      [G'] groups that continue one left open by an earlier step, their sequences, and the tokens seen before [G'].
+    carried   [G''] groups that open in this step but whose predecessor was closed by an earlier one, likewise.
     after     [P], [P]: groups whose predecessor is in this step, and that predecessor.
     closed    [C] groups that close and whose entries are to be written; their table rows, entry numbers.
-    open      [R'] last groups of their sequences that stay open, and their sequences; `ended` likewise for those that close.
+    open      [R'] last groups of their sequences that stay open, their sequences, and the tokens seen after them.
+    ended     likewise groups that close, at the end of their sequence or where what follows are guesses.
+    within    by the number of a group's tokens, less one, what `open` is of groups that have guesses after these.
     """
 
     rows: Tensor
     counts: tuple[int, ...]
-    live: tuple[Tensor, Tensor]
-    carried: tuple[Tensor, Tensor]
+    live: tuple[Tensor, Tensor, Tensor]
+    carried: tuple[Tensor, Tensor, Tensor]
     after: tuple[Tensor, Tensor]
     closed: tuple[Tensor, Tensor, Tensor]
-    open: tuple[Tensor, Tensor]
-    ended: tuple[Tensor, Tensor]
+    open: tuple[Tensor, Tensor, Tensor]
+    ended: tuple[Tensor, Tensor, Tensor]
+    within: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,37 +223,37 @@ def make_groups(pieces: tuple[Piece, ...], ratio: int, device: torch.device) -> 
     index = {(item[1], item[2]): g for g, item in enumerate(found)}
     width = found[0][0] if found else 0
     rows = [[first + min(j, count - 1) for j in range(width)] for count, _, _, first, _ in found]
-    live: list[tuple[int, int]] = []
-    carried: list[tuple[int, int]] = []
+    live: list[tuple[int, int, int]] = []
+    carried: list[tuple[int, int, int]] = []
     after: list[tuple[int, int]] = []
-    still_open: list[tuple[int, int]] = []
-    ended: list[tuple[int, int]] = []
+    still_open: list[tuple[int, int, int]] = []
+    ended: list[tuple[int, int, int]] = []
     closed: list[tuple[int, int, int]] = []
+    within: dict[int, list[tuple[int, int, int]]] = {}
     for g, (count, sequence, group, _, low) in enumerate(found):
         piece, end = pieces[sequence], low + count
         if (sequence, group - 1) in index:
             after.append((g, index[sequence, group - 1]))
         elif low > piece.valid_from:  # an earlier step left something of this group, or of the one before
-            (live if low % ratio else carried).append((g, sequence))
+            (live if low % ratio else carried).append((g, sequence, low))
         if end % ratio == 0 and end > piece.write_from:
             assert not piece.valid_from or group * ratio >= piece.valid_from, "an entry is to be written whose tokens are lost"
             closed.append((g, piece.table_row, group))
-        if end == piece.stop:
-            (ended if end % ratio == 0 else still_open).append((g, sequence))
+        if end >= piece.stop - piece.drafts:
+            (ended if end % ratio == 0 else still_open).append((g, sequence, end))
+        for seen in range(max(low + 1, piece.stop - piece.drafts), end):
+            within.setdefault(seen - low - 1, []).append((g, sequence, seen))
 
-    def tensor(items: Sequence[Sequence[int]], width: int) -> Tensor:
-        return torch.tensor(items, dtype=torch.int64, device=device).reshape(-1, width)
+    def columns(items: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, third = torch.tensor(items, dtype=torch.int64, device=device).reshape(-1, 3).unbind(1)
+        return first, second, third
 
-    def pairs(items: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        first, second = tensor(items, 2).unbind(1)
-        return first, second
-
-    closing, table_row, entry = tensor(closed, 3).unbind(1)
+    following, before = torch.tensor(after, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     return Groups(
-        rows=tensor(rows, width) if found else torch.zeros(0, 0, dtype=torch.int64, device=device),
+        rows=torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(found), width),
         counts=tuple(item[0] for item in found),
-        live=pairs(live), carried=pairs(carried), after=pairs(after), closed=(closing, table_row, entry),
-        open=pairs(still_open), ended=pairs(ended),
+        live=columns(live), carried=columns(carried), after=(following, before), closed=columns(closed),
+        open=columns(still_open), ended=columns(ended), within={j: columns(items) for j, items in within.items()},
     )  # fmt: skip
 
 

@@ -324,7 +324,7 @@ class _Model:
             self.notes.no(f"{count} not used by this model: {_names([repr(name) for name in found.unused])}")
         if found.ignored:
             count, size = _count(found.ignored, "tensor", "tensors"), format_bytes(found.ignored_bytes)
-            self.notes.limit(f"{count} ({size}) will not be used: draft blocks do not run yet")
+            self.notes.limit(f"{count} ({size}) will not be used unless you give --draft auto: draft blocks")
         return found
 
     def _capacity(self, description: Description, cache_bytes: int) -> Capacity | None:

@@ -102,7 +102,8 @@ def memory_lines(layout: Layout) -> tuple[MemoryLine, ...]:
         size = layout.hidden.nbytes
         hidden = MemoryLine(
             name=HIDDEN, kind=HIDDEN, layers=1, layer_ids=(), format=format_of((layout.hidden,)), fields=(layout.hidden,),
-            entry_bytes=size, tokens_per_entry=1, bytes_per_token=0.0, fixed_bytes_per_request=size, in_pages=False,
+            entry_bytes=size, tokens_per_entry=1, bytes_per_token=0.0, in_pages=False,
+            fixed_bytes_per_request=size * (1 + layout.draft_tokens),
             lifetime="the last token's vector",
         )  # fmt: skip
         lines.append(hidden)

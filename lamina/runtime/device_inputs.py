@@ -29,7 +29,8 @@ _UPDATES = 8192  # block table entries that go up with a step; more take a copy 
 class Section:
     """Where the arrays of T rows and R requests lie in a buffer that begins at `first`; each starts at an aligned word.
 
-    tokens T | positions T | owners T | starts R | stops R | first_rows R | valid_from R | write_from R | table_rows R | slots
+    tokens T | positions T | owners T | starts R | stops R | first_rows R | valid_from R | write_from R | table_rows R
+    | drafts R | slots
     """
 
     first: int
@@ -41,7 +42,7 @@ class Section:
     def places(self) -> list[tuple[int, int]]:
         """(first word, words) of each array."""
         found, at = [], self.first
-        for size in (*[self.num_rows] * 3, *[self.num_requests] * 6, self.num_requests * self.slot_pages):
+        for size in (*[self.num_rows] * 3, *[self.num_requests] * 7, self.num_requests * self.slot_pages):
             found.append((at, size))
             at += _aligned(size)
         return found
@@ -49,7 +50,7 @@ class Section:
     @property
     def stop(self) -> int:
         """One past the last word."""
-        return self.first + 3 * _aligned(self.num_rows) + 6 * _aligned(self.num_requests) + self._slots
+        return self.first + 3 * _aligned(self.num_rows) + 7 * _aligned(self.num_requests) + self._slots
 
     @property
     def _slots(self) -> int:
@@ -60,14 +61,16 @@ class Section:
         found = [buffer[at : at + size] for at, size in self.places]
         return (*found[:-1], found[-1].reshape(self.num_requests, self.slot_pages))
 
-    def device(self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = ()) -> "Batch":
+    def device(
+        self, buffer: Tensor, tables: Tensor, is_single: bool, windows: tuple[Tensor, ...] = (), has_guesses: bool = False
+    ) -> "Batch":
         """The arrays in the device's buffer, as the model reads them."""
-        tokens, positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, slots = (
+        tokens, positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, drafts, slots = (
             buffer[at : at + size] for at, size in self.places
         )
         rows = Rows(
             positions, owners, starts, stops, first_rows, valid_from, write_from, table_rows, tables,
-            slots.view(self.num_requests, self.slot_pages), is_single, windows=windows,
+            slots.view(self.num_requests, self.slot_pages), is_single, drafts=drafts if has_guesses else None, windows=windows,
         )  # fmt: skip
         return Batch(tokens, rows)
 
@@ -102,11 +105,12 @@ class StepInputs:
     tables    int32 [max_requests, blocks], the page of each block of each running request; kept from step to step.
     windows   of each group of large windows the same for each page of a block, [pages, max_requests, blocks]; -1 where a request
               holds none. `window_sizes` are the (blocks, pages) of each group.
+    checks    rows of a request, of each kind of section that is padded for requests with guesses.
     """
 
     def __init__(
         self, slot_pages: int, buckets: Sequence[int], max_requests: int, max_step_tokens: int, num_blocks: int,
-        device: torch.device, window_sizes: Sequence[tuple[int, int]] = (),
+        device: torch.device, window_sizes: Sequence[tuple[int, int]] = (), checks: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.slot_pages = slot_pages
         self.device = device
@@ -122,9 +126,11 @@ class StepInputs:
             [{} for _ in widths] for _ in range(max_requests)
         ]  # what the tables hold of each row
         decode = {size: Section(0, size, size, slot_pages) for size in buckets}
+        check = {(size, each): Section(0, size * each, size, slot_pages) for size in buckets for each in checks}
         most = max(max_step_tokens, max_requests)
-        capacity = Section(decode[max(buckets)].stop, most, max_requests, slot_pages).stop
-        capacity += 2 * _aligned(max_requests) + 2 * _aligned(_UPDATES)
+        padded = max(section.stop for section in (*decode.values(), *check.values()))
+        capacity = Section(padded, most, max_requests, slot_pages).stop
+        capacity += 3 * _aligned(most) + 2 * _aligned(_UPDATES)
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         is_pinned = device.type == "cuda"
         self._pinned = [torch.zeros(capacity, dtype=torch.int32, pin_memory=is_pinned) for _ in range(2)]
@@ -134,6 +140,12 @@ class StepInputs:
         self._decode_host = [{size: section.host(host) for size, section in decode.items()} for host in self._host]
         self._decode = {size: section.device(self._device, self.tables, True, self.windows) for size, section in decode.items()}
         self._decode_stop = {size: section.stop for size, section in decode.items()}
+        self._check_host = [{size: section.host(host) for size, section in check.items()} for host in self._host]
+        self._check = {
+            size: section.device(self._device, self.tables, size[1] == 1, self.windows, size[1] > 1)
+            for size, section in check.items()
+        }
+        self._check_stop = {size: section.stop for size, section in check.items()}
         self._counts = np.arange(max(buckets) + 1, dtype=np.int32)
         self._slots = np.zeros((max_requests, slot_pages), dtype=np.int32)  # of each table row, as last seen
         self._seen: list[tuple[int, ...]] = [()] * max_requests
@@ -156,6 +168,27 @@ class StepInputs:
         self._device[: self._decode_stop[bucket]].zero_()
         self._decode[bucket].rows.owners.fill_(-1)
 
+    def check(self, bucket: int, each: int) -> Batch:
+        """The section of `bucket` requests with `each` rows on average; the same tensors at every call."""
+        return self._check[bucket, each]
+
+    def pad_check(self, bucket: int, each: int) -> None:
+        """Makes every row of that section padding."""
+        self._device[: self._check_stop[bucket, each]].zero_()
+        self._check[bucket, each].rows.owners.fill_(-1)
+
+    def put_check(self, parts: Sequence[Slice], bucket: int, each: int) -> Batch:
+        """Writes up to `bucket` slices of up to `each` rows on average, and padding. First of a step's sections."""
+        self._held[self._turn] = None
+        host = self._check_host[self._turn][bucket, each]
+        at = self._put_slices(parts, host)
+        tokens, positions, owners, *by_request = host
+        tokens[at:], positions[at:], owners[at:] = 0, 0, -1
+        for array in by_request:
+            array[len(parts) :] = 0
+        self._stop = self._check_stop[bucket, each]
+        return self._check[bucket, each]
+
     def put_decodes(self, parts: Sequence[Slice], bucket: int) -> None:
         """Writes single rows, padded to `bucket`; nothing is done per request but to read it. First of a step's sections."""
         by_field = Slice(*zip(*parts, strict=True))  # type: ignore[arg-type]  # of each field, those of all slices
@@ -175,7 +208,7 @@ class StepInputs:
     def _put_owners(self, by_field: "_Fields", count: int, bucket: int) -> None:
         """Of a decode section, whose the rows are; its padding as well."""
         host = self._decode_host[self._turn][bucket]
-        _, _, owners, _, _, first_rows, valid_from, write_from, table_rows, slots = host
+        _, _, owners, _, _, first_rows, valid_from, write_from, table_rows, _, slots = host
         seen = self._seen
         for row, slot in zip(by_field.row, by_field.slot, strict=True):
             if slot is not seen[row]:
@@ -205,7 +238,14 @@ class StepInputs:
         self._forget_members()
         num_rows = sum(part.stop - part.start for part in parts)
         section = Section(self._stop, num_rows, len(parts), self.slot_pages)
-        tokens, positions, owners, *by_request, slots = section.host(self._host[self._turn])
+        self._put_slices(parts, section.host(self._host[self._turn]))
+        self._stop = section.stop
+        is_single, has_guesses = all(part.stop - part.start == 1 for part in parts), any(part.num_guesses for part in parts)
+        return section.device(self._device, self.tables, is_single, self.windows, has_guesses)
+
+    def _put_slices(self, parts: Sequence[Slice], host: tuple[Words, ...]) -> int:
+        """Writes slices into the first rows and requests of a section; how many rows."""
+        tokens, positions, owners, *by_request, slots = host
         at = 0
         numbers = []
         for number, part in enumerate(parts):
@@ -214,12 +254,11 @@ class StepInputs:
             positions[at:stop] = np.arange(part.start, part.stop, dtype=np.int32)
             owners[at:stop] = number
             slots[number] = part.slot
-            numbers.append((part.start, part.stop, at, part.valid_from, part.write_from, part.row))
+            numbers.append((part.start, part.stop, at, part.valid_from, part.write_from, part.row, part.num_guesses))
             at = stop
         for array, values in zip(by_request, zip(*numbers, strict=True), strict=True):
-            array[:] = values
-        self._stop = section.stop
-        return section.device(self._device, self.tables, all(part.stop - part.start == 1 for part in parts), self.windows)
+            array[: len(parts)] = values
+        return at
 
     def put_numbers(self, numbers: Sequence[int]) -> Tensor:
         """Writes a few numbers; they as int32 on the device."""

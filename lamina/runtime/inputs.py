@@ -60,14 +60,15 @@ def step_arrays(
     positions: list[int] = []
     found = []
     for part in slices:
-        found.append(Piece(part.start, part.stop, len(tokens), part.row, part.valid_from, part.write_from))
+        piece = Piece(part.start, part.stop, len(tokens), part.row, part.valid_from, part.write_from, part.num_guesses)
+        found.append(piece)
         tokens.extend(part.tokens)
         positions.extend(range(part.start, part.stop))
     num_rows = len(tokens)
     padding = [0] * (padded_rows(num_rows, multiple) - num_rows)
     pieces = tuple(found)
     wanted = None
-    if len(pieces) < num_rows and all(part.num_logprobs is None for part in slices):
+    if len(pieces) < num_rows and all(part.num_logprobs is None and not part.num_guesses for part in slices):
         last = [piece.rows.stop - 1 for piece in pieces]
         last += last[:1] * (padded_rows(len(last), multiple) - len(last))
         wanted = torch.tensor(last, dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ from lamina.ops.sample import SampleBatch, allowed_tokens, most_likely, sample, 
 from lamina.ops.sample.draws import uniform
 from lamina.ops.sequences import Sequences
 from lamina.runtime.arena import DeviceArena
+from lamina.runtime.drafting import DraftingModel, settled
 from lamina.runtime.inputs import BlockTables, step_arrays
 from lamina.schedule.step import Sample, Slice, Step, StepResult, TokenLogprobs
 
@@ -44,6 +45,7 @@ class Runner:
     rings         ring lengths of the model's windows.
     max_requests  rows of the block tables: requests that run at once.
     row_multiple  products get a multiple of so many rows, which keeps a row's bits independent of the others; 1 pads nothing.
+    drafting      the model, where its own blocks draft tokens.
     overlaps      a step is run to its end before another may be planned.
     """
 
@@ -52,9 +54,10 @@ class Runner:
 
     def __init__(
         self, model: ForwardModel, arena: DeviceArena, rings: tuple[int, ...], max_requests: int, device: torch.device,
-        row_multiple: int = 1,
+        row_multiple: int = 1, drafting: DraftingModel | None = None,
     ) -> None:  # fmt: skip
         self.model = model
+        self.drafting = drafting
         self.arena = arena
         self.rings = rings
         self.tables = BlockTables(max_requests, device)
@@ -77,26 +80,51 @@ class Runner:
     @torch.inference_mode()
     def _execute(self, step: Step) -> StepResult:
         self.arena.run(step.copies_before)
-        hidden = None
+        hidden = features = before = None
         prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ((),) * len(step.slices)
         if step.slices:
             tokens, sequences = step_arrays(step.slices, self.tables, self.model.ratios, self.rings, self.multiple, self.device)
-            hidden = self.model.forward(tokens, sequences)
-            self._keep_hidden(hidden, sequences)
+            if self.drafting is None:
+                hidden = self.model.forward(tokens, sequences)
+                self._keep_hidden(hidden, sequences)
+            else:
+                before = self._features_before(sequences)
+                hidden, features = self.drafting.forward_with_features(tokens, sequences)
+                kept = torch.cat([hidden, features], dim=-1) if self.drafting.drafter.keeps_features else hidden
+                self._keep_hidden(kept, sequences)
             prompt_logprobs = tuple(
                 self._target_logprobs(hidden[piece.rows], part) if part.num_logprobs is not None else ()
                 for piece, part in zip(sequences.pieces, step.slices, strict=True)
             )
         drawn, logprobs = self._sample(step, hidden)
+        drafts: tuple[tuple[int, ...], ...] = ()
+        if features is not None and self.drafting is not None:
+            counts, following = settled(step, drawn)
+            wanted = [part.num_wanted if token >= 0 else 0 for part, token in zip(step.slices, following, strict=True)]
+            found = self.drafting.drafter.draft(features, before, tokens, sequences, counts, following, wanted)
+            drafts = tuple(map(tuple, found))
         self.arena.run(step.copies_after)
-        return StepResult(drawn, logprobs, prompt_logprobs)
+        return StepResult(drawn, logprobs, prompt_logprobs, drafts)
 
     def _keep_hidden(self, hidden: Tensor, sequences: Sequences) -> None:
-        """The final hidden vector of each sequence's last row goes into its slot."""
+        """The final hidden vector of each sequence's last row goes into its slot, and of each row that may become the last."""
         store = self.arena.hidden
         if store is not None:
-            last = torch.tensor([piece.rows.stop - 1 for piece in sequences.pieces], device=self.device)
-            store.write_first(sequences.slots[:, store.slot_column], store.codec.encode(hidden[last]))
+            found = [
+                (piece.rows.stop - 1 - back, number, (piece.stop - back) % store.rows_per_page)
+                for number, piece in enumerate(sequences.pieces)
+                for back in range(1 + piece.drafts)
+            ]
+            rows, owners, places = torch.tensor(found, dtype=torch.int64, device=self.device).unbind(1)
+            store.write(sequences.slots[owners, store.slot_column], places, store.codec.encode(hidden[rows]))
+
+    def _features_before(self, sequences: Sequences) -> Tensor | None:
+        """[R, F] what the drafter reads of the position before each sequence, as its slot keeps it; None where it keeps none."""
+        store, drafting = self.arena.hidden, self.drafting
+        if store is None or drafting is None or not drafting.drafter.keeps_features:
+            return None
+        places = torch.tensor([piece.start % store.rows_per_page for piece in sequences.pieces], device=self.device)
+        return store.read(sequences.slots[:, store.slot_column], places)[:, drafting.hidden_size :]
 
     def _padded_logits(self, rows: Tensor) -> Tensor:
         """[S, D] -> [S, V]; the product sees a padded number of rows."""
@@ -142,7 +170,7 @@ class Runner:
 
     def _sampled_rows(self, samples: Sequence[Sample], stops: Sequence[int], hidden: Tensor | None) -> Tensor:
         """[S, D] final hidden vectors; `stops`: of each slice, the row after its last."""
-        lasts = [stops[item.slice_index] - 1 for item in samples if item.slice_index is not None]
+        lasts = [stops[item.slice_index] - 1 - item.rows_back for item in samples if item.slice_index is not None]
         if len(lasts) == len(samples):
             assert hidden is not None
             if lasts == list(range(len(lasts))):
@@ -152,12 +180,13 @@ class Runner:
         for item in samples:
             if item.slice_index is not None:
                 assert hidden is not None
-                rows.append(hidden[stops[item.slice_index] - 1])
+                rows.append(hidden[stops[item.slice_index] - 1 - item.rows_back])
             else:
                 store = self.arena.hidden
                 assert store is not None
-                page = torch.tensor([item.slot[store.slot_column]], device=self.device)
-                rows.append(store.read_first(page)[0])
+                page, place = torch.tensor([[item.slot[store.slot_column]], [item.position % store.rows_per_page]])
+                kept = store.read(page, place)[0]
+                rows.append(kept if self.drafting is None else kept[: self.drafting.hidden_size])
         return torch.stack(rows)
 
     def _logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:

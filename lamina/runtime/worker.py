@@ -16,12 +16,13 @@ from lamina.base.sizes import GiB, format_bytes
 from lamina.layers.entries import StoreSpec
 from lamina.memory.layout import Layout, make_layout
 from lamina.models.files import generation_end_tokens, list_stored, read_config, read_file, weight_files
-from lamina.models.registry import Blueprint, Target, blueprint, chosen_formats
+from lamina.models.registry import Blueprint, Drafts, Target, blueprint, chosen_formats
 from lamina.models.tensors import open_tensors
 from lamina.ops.gemm import stable_row_multiple
 from lamina.ops.machine import this_machine
 from lamina.ops.store import Store
 from lamina.runtime.arena import DeviceArena
+from lamina.runtime.drafting import chosen_drafts, drafting_model
 from lamina.runtime.host_memory import keep_freed_memory
 from lamina.runtime.runner import Runner
 from lamina.schedule.step import LaunchedStep, Step
@@ -55,7 +56,7 @@ class StepRunner(Protocol):
 class Worker:
     """Knows the model's limits and layout once made; runs steps once `load` has returned.
 
-    config  as given, with everything that depends on the device filled in.
+    config  as given, with everything that depends on the device filled in.   drafts  how far is drafted ahead, and by whom.
     """
 
     runner: StepRunner
@@ -68,8 +69,11 @@ class Worker:
         values = read_config(directory)
         cache_format, index_format = chosen_formats(values, config.cache_format, config.index_format, self.dtype)
         config = replace(config, cache_format=cache_format, index_format=index_format)
-        self.blueprint = blueprint(values, cache_format, index_format, self.dtype)
-        self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens)
+        config = chosen_drafts(config, values, directory, blueprint(values, cache_format, index_format, self.dtype).memories)
+        num_drafts = config.draft_tokens or 0
+        self.drafts = Drafts(num_drafts, config.draft not in ("none", "lookup"))
+        self.blueprint = blueprint(values, cache_format, index_format, self.dtype, self.drafts)
+        self.layout: Layout = make_layout(self.blueprint.memories, self.blueprint.hidden, config.block_tokens, num_drafts)
         if self.is_gpu:
             self.target = _target(self.device, self.dtype, config, self.blueprint)
         if config.cache_bytes is None:
@@ -123,13 +127,13 @@ class Worker:
     def _make_runner(self, max_model_len: int) -> None:
         config = self.config
         if self.is_gpu:
-            from lamina.runtime.device_runner import DeviceRunner  # they need Triton
+            from lamina.runtime.device_runner import DeviceRunner, drafting_device_model  # they need Triton
             from lamina.runtime.device_sampler import DeviceSampler
 
             sampler = DeviceSampler(config.max_requests, self.vocab_size, self.device)
             self.runner = DeviceRunner(
                 self.device_model, self.arena, sampler, config.max_requests, config.step_tokens, max_model_len, self.device,
-                _mode(config.deterministic),
+                _mode(config.deterministic), drafting_device_model(self.device_model) if self.drafts.by_model else None,
             )  # fmt: skip
             return
         model = self.model
@@ -137,7 +141,8 @@ class Worker:
         if multiple is None:
             multiple = _FALLBACK_MULTIPLE
             event(_LOG, "not_deterministic", logging.WARNING, reason="bits of products depend on the row count on this machine")
-        self.runner = Runner(model, self.arena, self.blueprint.rings, config.max_requests, self.device, multiple)
+        drafting = drafting_model(model) if self.drafts.by_model else None
+        self.runner = Runner(model, self.arena, self.blueprint.rings, config.max_requests, self.device, multiple, drafting)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles what any step may need, and captures graphs; nothing on a CPU. progress  called with (done, total)."""

@@ -95,7 +95,7 @@ class Cohorts:
                 left = min(left, until) if until > 0 else left
             member = self._members.get(request.id)
             if member is None:
-                if not is_decode(request):
+                if request.drafting is not None or not is_decode(request):
                     return None
                 lease, params = request.lease, request.params
                 assert lease is not None

@@ -6,6 +6,7 @@ from enum import Enum
 from lamina.memory.lease import Lease
 from lamina.memory.prefix import Hit
 from lamina.memory.tokens import Prompt
+from lamina.schedule.drafting import Drafting
 from lamina.schedule.grammar import GrammarState, allows_any
 from lamina.schedule.policy import Turn
 from lamina.schedule.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class Request:
     grammar  what its output must match; None: anything.
     keep_at  tokens of the prompt after which the next turn of a chat will differ: a point to resume from is kept there.
     thoughts how many it may have; None: any number.   error  why it ended with "error".
+    drafting  where guesses of its next tokens come from; None: there are none.
     group    id of the first of its siblings; `child` counts them from 0.   parent  the sibling whose prompt it waits for.
     """
 
@@ -81,6 +83,7 @@ class Request:
     keep_at: int | None = None
     thoughts: ThoughtLimit | None = None
     error: str = ""
+    drafting: Drafting | None = None
     looks_at_ids: bool = field(init=False)  # drawing needs to know what was drawn before
     awaits_ids: bool = field(init=False)  # the next token cannot be planned before the last one is known here
 
@@ -93,6 +96,16 @@ class Request:
     def num_output(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Tokens drafted ahead for it that were drawn then."""
+        return 0 if self.drafting is None else self.drafting.accepted
+
+    @property
+    def rejected_drafts(self) -> int:
+        """Tokens drafted ahead for it that were not, or came after one that was not."""
+        return 0 if self.drafting is None else self.drafting.rejected
 
     @property
     def has_computed_prompt(self) -> bool:

@@ -13,7 +13,7 @@ Where all that runs decodes, it is taken as one cohort: see cohort.py.
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,9 @@ from lamina.memory.ledger import Ledger
 from lamina.memory.tokens import Prompt
 from lamina.schedule.cohort import Cohort, Cohorts, is_decode
 from lamina.schedule.draft import Draft, Flight
+from lamina.schedule.drafting import DraftRule
 from lamina.schedule.grammar import mask_of
+from lamina.schedule.guesses import Guesses
 from lamina.schedule.policy import (
     ASK_AGAIN_STEPS,
     MAX_ASKED,
@@ -58,11 +60,12 @@ class Scheduler:
     max_step_tokens  rows of one step.   max_requests  requests that run at once.   vocab_size  token ids there are.
     checkpoint_interval  tokens after which a checkpoint is made on the way; None: only at ends and junctions.
     overlaps             a token that is being drawn may be computed by the next step.
+    drafts               how tokens are drafted ahead; None: they are not.
     """
 
     def __init__(
         self, ledger: Ledger, max_step_tokens: int, max_requests: int, vocab_size: int, checkpoint_interval: int | None = None,
-        overlaps: bool = False,
+        overlaps: bool = False, drafts: DraftRule | None = None,
     ) -> None:  # fmt: skip
         self.ledger = ledger
         self.max_step_tokens = max_step_tokens
@@ -70,6 +73,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.checkpoint_interval = checkpoint_interval
         self.overlaps = overlaps
+        self.guesses = Guesses(ledger, drafts, checkpoint_interval)
         self.waiting: list[Request] = []  # in turn
         self.running: list[Request] = []  # in turn
         self.num_steps = 0
@@ -97,6 +101,7 @@ class Scheduler:
         self._num_added += 1
         request.turn = turn_of(request.priority, self.num_steps, self._num_added)
         request.num_overtaken, request.asked_at = 0, -ASK_AGAIN_STEPS
+        self.guesses.begin(request)
         insort(self.waiting, request, key=by_turn)
 
     def cancel(self, request: Request, reason: str = "abort") -> None:
@@ -142,7 +147,9 @@ class Scheduler:
                 break
             if request.state is not RequestState.RUNNING:
                 continue
-            if (request.num_pending and not (self.overlaps and request.may_run_ahead)) or self._take_decode(request, draft):
+            if request.num_pending and not (self.overlaps and request.may_run_ahead and not self.guesses.must_wait(request)):
+                continue
+            if self._take_guesses(request, draft) or self._take_decode(request, draft):
                 continue
             if self._left(request) > 1:
                 prefills.append(request)  # they get what is left
@@ -162,11 +169,24 @@ class Scheduler:
         self._flights[self.num_steps] = draft.flight
         return draft.step(self.num_steps, before, after)
 
-    def apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
+    def apply(
+        self, step: Step, result: StepResult, requests: dict[int, Request], book: Callable[[Drawn], None] | None = None
+    ) -> list[Drawn]:
         """Books what a step gave: published blocks, new tokens, ended requests. Steps are booked in the order of their plans.
 
+        book  called with each token that is returned, before the next one of the same request counts: it may end the request.
         Late results, of requests that have ended or lost their memory meanwhile, are counted and dropped.
         """
+        if self._flights[step.number].guesses:
+            return self._apply_guesses(step, result, requests, book)
+        drawn = self._apply(step, result, requests)
+        if book is not None:
+            for one in drawn:
+                book(one)
+        return drawn
+
+    def _apply(self, step: Step, result: StepResult, requests: dict[int, Request]) -> list[Drawn]:
+        """`apply` of a step without guesses."""
         flight = self._flights.pop(step.number)
         cohort = self.cohorts.current
         if cohort is not None and cohort.flight is flight and cohort.ids <= requests.keys():
@@ -181,18 +201,40 @@ class Scheduler:
                 self.late_results += 1
                 continue
             request.num_pending -= 1
-            request.is_prompt_done = True
+            self._take_in(request, token)
             drawn.append(Drawn(request, token, logprob))
-            if token is None:
-                self.cancel(request, "error")
-                continue
-            request.tokens.append(token)
-            if token in request.stop_ids:
-                self.finish(request, "stop")
-            elif len(request.tokens) - len(request.prompt) >= request.max_new:
-                self.finish(request, "length")
-            elif request.grammar is not None and not request.goes_on(token):
-                self.finish(request, "stop")
+        self.guesses.propose(flight, result)
+        return drawn
+
+    def _take_in(self, request: Request, token: int | None) -> None:
+        """One more token of a request, which may end it."""
+        request.is_prompt_done = True
+        if token is None:
+            self.cancel(request, "error")
+            return
+        request.tokens.append(token)
+        if token in request.stop_ids:
+            self.finish(request, "stop")
+        elif len(request.tokens) - len(request.prompt) >= request.max_new:
+            self.finish(request, "length")
+        elif request.grammar is not None and not request.goes_on(token):
+            self.finish(request, "stop")
+
+    def _apply_guesses(
+        self, step: Step, result: StepResult, requests: dict[int, Request], book: Callable[[Drawn], None] | None
+    ) -> list[Drawn]:
+        """`apply` of a step with guesses: of each request the tokens drawn up to the first that differs from its guess."""
+        flight = self._flights.pop(step.number)
+        self._commit_slices(step.slices, flight, result)
+        drawn: list[Drawn] = []
+
+        def take(request: Request, token: int | None, logprobs: TokenLogprobs | None) -> None:
+            self._take_in(request, token)
+            drawn.append(Drawn(request, token, logprobs))
+            if book is not None:
+                book(drawn[-1])
+
+        self.late_results += self.guesses.settle(flight, result, requests, take)
         return drawn
 
     def _apply_cohort(self, cohort: Cohort, result: StepResult) -> list[Drawn]:
@@ -216,7 +258,7 @@ class Scheduler:
         """Books what has been computed."""
         commit = self.ledger.commit
         for part, (request, lease), logprobs in zip(slices, flight.slices, result.prompt_logprobs, strict=True):
-            tokens = part.tokens
+            tokens = part.tokens[: len(part.tokens) - part.num_guesses]
             if tokens == _UNKNOWN:
                 if part.start < len(request.tokens):
                     tokens = (request.tokens[part.start],)
@@ -456,7 +498,7 @@ class Scheduler:
         slices.append(
             Slice(
                 number, start, start + 1, tokens, slot, row, first, pages, lease.write_from, lease.valid_from, (), None, True,
-                lease.window_pages,
+                lease.window_pages, 0, self.guesses.wanted(request),
             )
         )  # fmt: skip
         draft.flight.slices.append(known)
@@ -466,6 +508,28 @@ class Scheduler:
         request.num_pending = num_pending + 1
         if request.peak_position <= start:
             request.peak_position = start + 1
+        return True
+
+    def _take_guesses(self, request: Request, draft: Draft) -> bool:
+        """The token drawn last with guesses of what follows. False, and nothing has changed, where there are none."""
+        guesses = self.guesses.plan(request, draft.budget - len(self.running))
+        if not guesses:
+            return False
+        lease = request.lease
+        assert lease is not None
+        draft.spread()
+        for place in range(1 + len(guesses)):
+            sample = self._sample(request, len(draft.slices), lease.slot, guesses[:place], len(guesses) - place)
+            draft.samples.append(sample)
+        first, pages = self.ledger.new_blocks(lease)
+        part = Slice(
+            request.id, lease.position - 1 - len(guesses), lease.position, (request.tokens[-1], *guesses), lease.slot,
+            self._rows[request.id], first, pages, lease.write_from, lease.valid_from, windows=lease.window_pages,
+            num_guesses=len(guesses), num_wanted=self.guesses.wanted(request),
+        )  # fmt: skip
+        draft.add_guesses(request, lease, part)
+        request.num_pending += 1
+        request.peak_position = max(request.peak_position, lease.position)
         return True
 
     def _take(self, request: Request, count: int, draft: Draft) -> None:
@@ -490,7 +554,8 @@ class Scheduler:
             draft.slices.append(
                 Slice(
                     request.id, start, stop, tokens, slot, self._rows[request.id], first, pages, lease.write_from,
-                    lease.valid_from, targets, num_logprobs, is_decode, lease.window_pages,
+                    lease.valid_from, targets, num_logprobs, is_decode, lease.window_pages, 0,
+                    self.guesses.wanted(request) if stop == known else 0,
                 )
             )  # fmt: skip
             draft.flight.slices.append((request, lease))
@@ -510,18 +575,21 @@ class Scheduler:
             draft.flight.samples.append((request, lease))
             request.num_pending += 1
 
-    def _sample(self, request: Request, index: int | None, slot: tuple[int, ...]) -> Sample:
+    def _sample(
+        self, request: Request, index: int | None, slot: tuple[int, ...], guesses: tuple[int, ...] = (), rows_back: int = 0
+    ) -> Sample:
+        """The draw that follows what is known, or `guesses` after that."""
         params = request.params
         prompt: tuple[int, ...] = ()
         output: tuple[int, ...] = ()
         if request.looks_at_ids:
-            prompt, output = request.prompt, tuple(request.output)
-        num_output = len(request.tokens) + request.num_pending - len(request.prompt)
+            prompt, output = request.prompt, (*request.output, *guesses)
+        num_output = len(request.tokens) + request.num_pending + len(guesses) - len(request.prompt)
         mask = request.grammar.mask() if request.grammar is not None else None
         forced = request.forced(num_output)
         if forced is not None:
             mask = mask_of(forced, self.vocab_size)
         return Sample(
             request.id, index, slot, params, request.seed, request.child, prompt, output, num_output, request.banned(num_output),
-            self._rows[request.id], mask,
+            self._rows[request.id], mask, rows_back, request.lease.position if request.lease is not None else 0,
         )  # fmt: skip

@@ -36,6 +36,8 @@ class Slice(NamedTuple):
     num_logprobs  most likely tokens to report beside each target; None if none are wanted.
     is_decode  it is one row with exactly the token that was drawn last, and nothing is being rebuilt.
     windows  of each group of large windows the pages of the blocks that are live before or after the slice, by block number.
+    num_guesses  the last so many tokens are guesses: their rows may be taken back.
+    num_wanted   tokens that the model's draft blocks should draft once the next token is drawn.
     """
 
     request_id: int
@@ -52,11 +54,15 @@ class Slice(NamedTuple):
     num_logprobs: int | None = None
     is_decode: bool = False
     windows: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ()
+    num_guesses: int = 0
+    num_wanted: int = 0
 
 
 class Sample(NamedTuple):
     """One token to draw, from the last row of a slice or, where `slice_index` is None, from the hidden vector in the slot.
 
+    A slice with guesses has a sample for each of them and one more, in order.
+    rows_back  rows before the slice's last.   position  tokens that the hidden vector in the slot stands for.
     num_output  tokens drawn before it, those that are still being drawn included.   row  as in Slice.
     banned   ids that cannot be drawn (end tokens before min_tokens).   output  ids drawn so far, for penalties and counting.
     mask     tokens that a grammar allows, a bit per id in little-endian int32 words, lowest bit first; None: all.
@@ -74,6 +80,8 @@ class Sample(NamedTuple):
     banned: tuple[int, ...]
     row: int = 0
     mask: bytes | None = None
+    rows_back: int = 0
+    position: int = 0
 
 
 class Member(NamedTuple):
@@ -185,11 +193,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: a token a sample (None: scores not finite), its log-probs if wanted, those of each slice's targets."""
+    """What a step gave: a token a sample (None: scores not finite), its log-probs if wanted, those of each slice's targets.
+
+    drafts  of each slice what the model's draft blocks drafted to follow its last token that counts; empty where there are none.
+    """
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...]
+    drafts: tuple[tuple[int, ...], ...] = ()
 
     def result(self) -> "StepResult":
         """Itself: a step that has run to its end stands for one that was launched."""

@@ -80,6 +80,8 @@ class Totals(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
     held_bytes: dict[str, int] = {}
     prefix_stop: str = ""
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 class _Child:
@@ -281,6 +283,7 @@ class Generation:
         self._start = self._last = time.perf_counter()
         self._first_token_s: float | None = None
         self._usage: UsageRow | None = None
+        self._accepted_drafts = self._rejected_drafts = 0
         self._is_closed = False
         self._failure = "abort"
         server.enter()
@@ -322,6 +325,8 @@ class Generation:
             sum(child.num_reasoning for child in self.children),
             {} if usage is None else usage.held_bytes,
             "" if usage is None else usage.prefix_stop,
+            self._accepted_drafts,
+            self._rejected_drafts,
         )
 
     @property
@@ -365,6 +370,8 @@ class Generation:
         child = self.children[output.child]
         if output.usage is not None:
             self._usage = output.usage
+            self._accepted_drafts += output.usage.accepted_drafts
+            self._rejected_drafts += output.usage.rejected_drafts
         if child.finish is not None:
             self._server.counters.late_pieces += 1
             return None

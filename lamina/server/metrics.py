@@ -42,10 +42,19 @@ _ENGINE_COUNTERS = (
     ("evictions", "lamina_evictions", "Pieces of the cache dropped to make room."),
     ("late_results", "lamina_late_results", "Results that came after their request had ended, and were dropped."),
     ("lookups", "lamina_prefix_lookups", "Lookups of a prompt's prefix in the cache."),
+    ("drafts", "lamina_spec_decode_num_drafts", "Steps of a request with tokens drafted ahead."),
+    ("draft_tokens", "lamina_spec_decode_num_draft_tokens", "Tokens drafted ahead."),
+    ("accepted_drafts", "lamina_spec_decode_num_accepted_tokens", "Tokens drafted ahead that were then drawn."),
 )  # fmt: skip
 _ENGINE_MAPS = (
     ("misses", "lamina_prefix_lookup_stops", "reason", "Lookups by the reason why no more was found."),
     ("finished", "lamina_outputs_finished", "finished_reason", "Outputs the engine has ended, by reason; n > 1 are n outputs."),
+    (
+        "accepted_by_place",
+        "lamina_spec_decode_num_accepted_tokens_per_pos",
+        "position",
+        "Tokens drafted ahead that were then drawn, by their place among those of a step, from 0.",
+    ),
 )
 
 
@@ -150,6 +159,8 @@ class Metrics(Collector):
             self._put(("lamina_prefix_lookup_stops", reason), count)
         for reason, count in stats.finished.items():
             self._put(("lamina_outputs_finished", reason), count)
+        for place, count in enumerate(stats.accepted_by_place):
+            self._put(("lamina_spec_decode_num_accepted_tokens_per_pos", str(place)), count)
 
     def _put(self, key: tuple[str, str], value: float) -> None:
         """Keeps a counter's value; one that goes down or is no number is left out and counted."""

@@ -33,7 +33,11 @@ def usage_of(totals: Sequence[Totals]) -> Usage:
     stops = dict.fromkeys(one.prefix_stop for one in totals if one.prefix_stop)
     return Usage(
         prompt, completion, prompt + completion, PromptDetails(sum(one.cached_tokens for one in totals)),
-        CompletionDetails(sum(one.reasoning_tokens for one in totals)), Memory(held, "; ".join(stops)),
+        CompletionDetails(
+            sum(one.reasoning_tokens for one in totals), sum(one.accepted_drafts for one in totals),
+            sum(one.rejected_drafts for one in totals),
+        ),
+        Memory(held, "; ".join(stops)),
     )  # fmt: skip
 
 

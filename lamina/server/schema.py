@@ -241,9 +241,11 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """usage.completion_tokens_details."""
+    """usage.completion_tokens_details. accepted_, rejected_prediction_tokens  drafted ahead by the engine, drawn then or not."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Memory(Struct):

@@ -1,5 +1,6 @@
 """Driving an engine step by step and watching the numbers inside."""
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from lamina import SamplingParams
 from lamina.engine.engine import Engine, Group
 from lamina.ops.sequences import Sequences
 from lamina.runtime.runner import ForwardModel
+from lamina.schedule.drafting import Drafting, DraftRule
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.step import Step, StepResult
 
@@ -83,8 +85,9 @@ class Recorder:
                 for one in scores[: part.start + len(part.targets) - position]:
                     self.prompt[part.request_id, position] = one.clone()
                     position += 1
-        for one, item in enumerate(step.samples):
+        for one, item in enumerate(step.samples):  # those after a guess come after its sample
             self.logits[item.request_id, known[item.request_id] - 1] = products[-1][one].clone()
+            known[item.request_id] += 1
         return result
 
     def forget(self) -> None:
@@ -92,6 +95,41 @@ class Recorder:
         self.hidden.clear()
         self.logits.clear()
         self.prompt.clear()
+
+
+class Script(Drafting):
+    """Guesses of which only the first few are right. choose  called with (tokens known, most guesses): (guesses, right)."""
+
+    def __init__(
+        self, prompt: int, answer: Sequence[int], rule: DraftRule, choose: Callable[[int, int], tuple[int, int]]
+    ) -> None:
+        super().__init__(rule)
+        self.prompt, self.answer, self.choose = prompt, list(answer), choose
+
+    def guesses(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """Of the answer that is known what comes next, then what does not."""
+        count, right = self.choose(len(tokens), min(most, self.rule.most))
+        done = len(tokens) - self.prompt
+        true = self.answer[done : done + count]
+        return tuple(token if place < right else abs(token - 1) for place, token in enumerate(true))
+
+
+def script(
+    engine: Engine, answer_of: Callable[[Request], Sequence[int]], choose: Callable[[int, int], tuple[int, int]] | None = None
+) -> None:
+    """Lets every request of an engine that drafts have scripted guesses; by default as many, and as many right, as comes."""
+    rng, rule = random.Random(1), engine.scheduler.guesses.rule
+    assert rule is not None
+
+    def any_few(_: int, most: int) -> tuple[int, int]:
+        count = rng.randint(0, most)
+        return count, rng.randint(0, count)
+
+    def begin(request: Request) -> None:
+        if request.drafting is None:
+            request.drafting = Script(len(request.prompt), answer_of(request), rule, choose or any_few)
+
+    engine.scheduler.guesses.begin = begin  # type: ignore[method-assign]
 
 
 def wipe(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The promise: cold = warm = chunked = batched with others = preempted and resumed = forked, bit for bit.
+"""The promise: cold = warm = chunked = batched with others = preempted and resumed = forked = with drafts, bit for bit.
 
 Whatever an engine computes for a request is compared with one cold run of the same tokens, alone and in one step: the final
 hidden vector of every position that was computed at all, the scores of every token drawn, the tokens and the log-probs.
@@ -17,17 +17,19 @@ from torch import Tensor
 from lamina import LLM, SamplingParams
 from lamina.engine.engine import Group
 from lamina.ops.attend import ref as attend_ref
+from lamina.schedule.request import Request
 
 PROMPT, ANSWER = 300, 24
 BUDGETS = [1, 2, 3, 5, 7, 64, 127, 128, 129, 200]
 DEPTHS = [1, 3, 4, 5, 37, 127, 128, 129, 200, 255, 256, 257, 299, 300]
-Setup: TypeAlias = tuple[str, str, str, str]
-#: model, cache format, index format, dtype
+Setup: TypeAlias = tuple[str, str, str, str, str]
+#: model, cache format, index format, dtype, tokens drafted ahead
 SETUPS: list[Setup] = [
-    ("flash", "fp8", "fp4", "fp32"),
-    ("pro", "bf16", "fp8", "fp32"),
-    ("narrow", "fp32", "fp32", "fp32"),
-    ("blocks", "fp8", "fp4", "bf16"),
+    ("flash", "fp8", "fp4", "fp32", "0"),
+    ("pro", "bf16", "fp8", "fp32", "0"),
+    ("narrow", "fp32", "fp32", "fp32", "0"),
+    ("blocks", "fp8", "fp4", "bf16", "0"),
+    ("narrow", "fp8", "fp8", "fp32", "5"),
 ]
 DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=11, ignore_eos=True, logprobs=3)
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -36,8 +38,8 @@ ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 def pick(
     every: Sequence[int], some: Sequence[int], most: Sequence[int] = range(1001), few: Sequence[int] = ()
 ) -> "list[pytest.ParameterSet]":
-    """Pairs of a setup and a number: most for the first setup, some for the last, few for those between, the rest marked long."""
-    quick = dict(zip(SETUPS, (most, few, few, some), strict=True))
+    """Pairs of a setup and a number: most for the first setup, some for the fourth, few for the others, the rest marked long."""
+    quick = dict(zip(SETUPS, (most, few, few, some, few), strict=True))
     return [
         pytest.param(
             setup,
@@ -54,17 +56,21 @@ class Bench:
     """One engine with its recorder, and what it must always say about one prompt."""
 
     def __init__(self, driving: ModuleType, random_models: ModuleType, directory: Path, setup: Setup) -> None:
-        _, cache, index, dtype = setup
+        _, cache, index, dtype, drafts = setup
         self.driving = driving
-        # the second one computes the truth, so that asking for it in the middle of a test forgets nothing
-        self.engine, self.witness = (
-            LLM(str(directory), dtype=dtype, cache_format=cache, index_format=index, cache_bytes="96MiB").engine for _ in range(2)
-        )
+        common = {"dtype": dtype, "cache_format": cache, "index_format": index, "cache_bytes": "96MiB"}
+        drafting = {"draft": "lookup", "draft_tokens": int(drafts)} if int(drafts) else {}
+        self.engine = LLM(str(directory), **common, **drafting).engine
+        # it computes the truth, without drafts, so that asking for it in the middle of a test forgets nothing
+        self.witness = LLM(str(directory), **common).engine
         self.full_budget = self.engine.scheduler.max_step_tokens
         self.recorder, self.witness_recorder = driving.Recorder(self.engine), driving.Recorder(self.witness)
         self.ids: list[int] = random_models.token_ids(PROMPT, 5)
         self.random_ids: Callable[[int, int], list[int]] = random_models.token_ids
         self.known: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        self.answers: dict[tuple[tuple[int, ...], SamplingParams, int], list[int]] = {}
+        if drafting:
+            driving.script(self.engine, self.answer)
         self.reset()
         (self.group,) = self.serve([self.ids])
         self.tokens = self.ids + self.group.output.outputs[0].token_ids
@@ -78,6 +84,14 @@ class Bench:
 
     def serve(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = DRAWN) -> list[Group]:
         return self.driving.serve(self.engine, prompts, params)
+
+    def answer(self, request: Request) -> list[int]:
+        """What a request will draw, if nobody drafts."""
+        key = (request.prompt, request.params, request.child)
+        if key not in self.answers:
+            (group,) = self.driving.serve(self.witness, [request.prompt], request.params)
+            self.answers |= {(*key[:2], child): output.token_ids for child, output in enumerate(group.output.outputs)}
+        return self.answers[key]
 
     def truth(self, tokens: list[int]) -> dict[int, Tensor]:
         """Hidden vector of every position of `tokens` and scores after it (under ~position), from one cold prefill, alone."""
@@ -101,8 +115,11 @@ class Bench:
     def check(self, group: Group, computed: int | None = None) -> None:
         """Everything recorded for a finished group is the truth. computed: how many positions of its prompt were computed."""
         for request in group.requests:
-            hidden = {position: row for (owner, position), row in self.recorder.hidden.items() if owner == request.id}
-            logits = {position: row for (owner, position), row in self.recorder.logits.items() if owner == request.id}
+            last = len(request.tokens) - 2  # rows past it stood for guesses that were wrong
+            hidden, logits = (
+                {position: row for (owner, position), row in found.items() if owner == request.id and position <= last}
+                for found in (self.recorder.hidden, self.recorder.logits)
+            )
             assert sorted(logits) == list(range(len(request.prompt) - 1, len(request.tokens) - 1))
             if computed is not None:
                 assert sum(position < len(request.prompt) for position in hidden) == computed

@@ -79,9 +79,7 @@ class Device:
                     entry = seen // stride - 1
                     self.put(blocks[entry * stride // size], span, entry % (size // stride), digest)
             for span, memory in zip(self.layout.slot_spans, self.slot_memories, strict=True):
-                row = position % memory.size + memory.keep_first if isinstance(memory, Window) else 0
-                if isinstance(memory, Window) and position < memory.keep_first:
-                    row = position
+                row = self.ring_row(memory, position) if isinstance(memory, Window) else self.state_row(memory, seen)
                 self.put(slot[span.page], span, row, self.seen_by(memory, span.layer, seen, valid_from, digest))
             for group, tail in enumerate(self.layout.tails):
                 pages = lease.tails[group].get(position // tail.tokens) if lease is not None else None
@@ -110,19 +108,26 @@ class Device:
         """I8, I9: the live part of a slot, or of a checkpoint, has its right bytes."""
         live = self.layout.slot_live(position)
         spans = self.layout.checkpoint_spans(position) if frozen else self.layout.slot_spans
-        for span, window, ranges in zip(spans, self.windows, live, strict=True):
+        for span, window, memory, ranges in zip(spans, self.windows, self.slot_memories, live, strict=True):
             count = sum(length for _, length in ranges)
             kept = min(window.keep_first, position) if window is not None else 0
             for index in range(count):
                 seen = position if window is None else index + 1 if index < kept else position - count + index + 1
-                row = index if frozen else 0 if window is None else self.ring_row(window, seen - 1)
+                row = index
+                if not frozen:
+                    row = self.state_row(memory, seen) if window is None else self.ring_row(window, seen - 1)
                 digest = prefix_digest(salt, tuple(tokens[:seen]))
                 assert self.has(pages[span.page], span, row, digest), (
                     f"I9: {span.memory} row {row} at {position}, frozen {frozen}"
                 )
 
     def ring_row(self, window: Window, position: int) -> int:
-        return position if position < window.keep_first else window.keep_first + position % window.size
+        ring = window.size + self.layout.draft_tokens
+        return position if position < window.keep_first else window.keep_first + position % ring
+
+    def state_row(self, memory: Memory | None, seen: int) -> int:
+        """Of a fold or of the hidden vector: there is one for every token that may be taken back."""
+        return seen % (1 + self.layout.draft_tokens) if memory is None or isinstance(memory, Fold) else 0
 
     def check_tails(self, salt: str, tokens: Sequence[int], position: int, tails: Sequence[dict[int, tuple[int, ...]]]) -> None:
         """I9: the live rows of the large windows have their right bytes."""

@@ -53,7 +53,7 @@ SMALL = EntryFormat("small", (Field("a", "u8", (10,)), Field("b", "fp32", (3,)))
 ROWS = EntryFormat("rows", (Field("x", "u8", (200,)), Field("y", "u8", (61,))))
 
 
-def tiny(block_tokens: int = 4, hidden: bool = True) -> Layout:
+def tiny(block_tokens: int = 4, hidden: bool = True, draft_tokens: int = 0) -> Layout:
     """Logs of two strides, windows and folds; pages of a few hundred bytes, two slot pages, one or two checkpoint pages."""
     return make_layout(
         [
@@ -66,6 +66,7 @@ def tiny(block_tokens: int = 4, hidden: bool = True) -> Layout:
         ],
         Field("hidden", "fp32", (8,)) if hidden else None,
         block_tokens=block_tokens,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -81,7 +82,7 @@ def scans_only() -> Layout:
     )
 
 
-def paged(hidden: bool = True) -> Layout:
+def paged(hidden: bool = True, draft_tokens: int = 0) -> Layout:
     """Windows larger than a page: a plain one in two layers, one that is cleared every 8 tokens, one that keeps its first 3."""
     return make_layout(
         [
@@ -95,6 +96,7 @@ def paged(hidden: bool = True) -> Layout:
         Field("hidden", "fp32", (8,)) if hidden else None,
         block_tokens=4,
         min_page_bytes=256,
+        draft_tokens=draft_tokens,
     )
 
 

@@ -27,6 +27,7 @@ from tests.memory.trace import Trace
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     "tiny": tiny, "tiny8": lambda: tiny(8), "no_hidden": lambda: tiny(hidden=False),
     "logs_only": logs_only, "scans_only": scans_only, "paged": paged, "paged_only": paged_only, "replayed": replayed,
+    "tiny_drafts": lambda: tiny(draft_tokens=3), "paged_drafts": lambda: paged(draft_tokens=7),
 }  # fmt: skip
 SMALL = st.integers(0, (1 << 12) - 1)
 STEPS = st.lists(st.tuples(SMALL, SMALL, SMALL, SMALL), min_size=20, max_size=60)
@@ -39,8 +40,14 @@ QUICK = settings(
 )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("adopt_twins", [True, False])
+@pytest.mark.parametrize(
+    ("name", "adopt_twins"),
+    [
+        pytest.param(name, adopts, marks=[] if adopts or not name.endswith("drafts") else [pytest.mark.long])
+        for name in LAYOUTS
+        for adopts in (True, False)
+    ],
+)
 def test_any_order_of_calls(name: str, adopt_twins: bool) -> None:
     """I1-I6, I9, I10 after every call; the trace compares with oracles of its own."""
 
@@ -56,11 +63,12 @@ def test_any_order_of_calls(name: str, adopt_twins: bool) -> None:
 
 
 def test_traces_reach_the_corners() -> None:
-    """The traces are worth something only if they hit, wait, refuse, adopt, take over and evict."""
+    """The traces are worth something only if they hit, wait, refuse, adopt, take over, evict and guess."""
     seen: dict[str, int] = {}
     for seed in range(60):
         rng = random.Random(seed)
-        trace = Trace(replayed() if seed % 3 == 0 else tiny(), rng.randint(5, 16))
+        layout = replayed() if seed % 3 == 0 else tiny(draft_tokens=3) if seed % 9 == 1 else tiny()
+        trace = Trace(layout, rng.randint(5, 16))
         for _ in range(120):
             trace.step(*(rng.randrange(1 << 12) for _ in range(4)))
         trace.close()

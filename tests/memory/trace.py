@@ -58,7 +58,7 @@ class Trace:
         self.count = 0
         self.late = 0
         self.seen = {"hit": 0, "wait": 0, "refused": 0, "full": 0, "twins": 0, "replayed": 0, "held": 0}
-        self.seen |= {"pinned": 0, "dropped": 0}
+        self.seen |= {"pinned": 0, "dropped": 0, "guessed": 0}
 
     # -- one call
 
@@ -68,7 +68,7 @@ class Trace:
         name = OPS[op % len(OPS)]
         if name == "admit":
             salt, tokens = self.prompt(x, y, z)
-            self.admit(tokens or [1], z % 6, salt, z % 11 != 0)
+            self.admit(tokens or [1], z % 6 + z % 3 * self.layout.draft_tokens, salt, z % 11 != 0)
         elif name == "lookup":
             salt, tokens = self.prompt(x, y, z)
             self.check_lookup(tokens, salt, None if z % 3 else z % 14)
@@ -106,7 +106,9 @@ class Trace:
         lease = run.lease
         if lease.state == "closing" and name in ("extend", "checkpoint", "fork"):
             name = "commit"
-        if name == "extend":
+        if name == "extend" and self.layout.draft_tokens and z % 2 and self.may_guess(run):
+            self.guess(run, y, z)
+        elif name == "extend":
             self.extend(run, y % 7, z)
         elif name == "commit":
             n = y % (run.position - run.committed + 1) if z % 2 else run.position - run.committed
@@ -206,6 +208,39 @@ class Trace:
         if lease.position == lease.junction:
             self.ledger.checkpoint(lease)
         return True
+
+    def may_guess(self, run: Run) -> bool:
+        return run.prompt <= run.position == run.committed and run.position >= run.lease.write_from
+
+    def guess(self, run: Run, y: int, z: int) -> None:
+        """A token and guesses of what follows, of which the first few are right; now and then the request ends meanwhile."""
+        lease, start = run.lease, run.position
+        most = min(self.layout.draft_tokens, run.prompt + max(run.max_new, 1) - 2 - start)
+        if lease.junction is not None and lease.junction > start:
+            most = min(most, lease.junction - start - 2)
+        most = self.layout.most_guesses(start, max(self.ledger.room(lease, 1 + most) - 1, 0)) if most > 0 else 0
+        if most < 1:
+            return
+        count = 1 + y % most
+        right = (y >> 4) % (count + 1)
+        assert self.ledger.extend(lease, 1 + count)
+        run.position = start + 1 + count
+        self.settle()
+        self.check_written(run, start)
+        while len(run.truth) < start + 1 + right:
+            run.truth.append(z >> len(run.truth) % 5 & 1)
+        wrong = [z >> place & 1 for place in range(count - right)]
+        self.device.compute(run.salt, [*run.truth, *wrong], start, run.position, lease.blocks, lease.slot, lease)
+        self.seen["guessed"] += 1
+        if z % 7 == 1:
+            self.end(run, "preempted" if y % 2 else "finished")
+        for _ in range(1 + right):
+            self.commit(run, 1)
+            self.ledger.check()
+        if right < count:
+            self.ledger.rollback(lease, count - right)
+            run.position = run.committed
+            self.closed(run)
 
     def commit(self, run: Run, n: int) -> None:
         lease = run.lease

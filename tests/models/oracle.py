@@ -192,24 +192,38 @@ class Oracle:
 
     def logits(self, ids: list[int]) -> tuple[Array, Array]:
         """([T, V] scores after each token, [T] narrowest margin of any choice of experts or entries)."""
+        streams = self.streams(ids)[-1]
+        h = self.collapse(streams, "model.hc_head.hc_")
+        return rms(h, self.w["model.norm.weight"], self.number("rms_norm_eps")) @ self.w["lm_head.weight"].T, self.watch.margins
+
+    def streams(self, ids: list[int]) -> list[Array]:
+        """The residual streams [T, S, D] after each layer."""
         self.ids = ids
         self.watch = Watch(np.full(len(ids), np.inf))
         streams = np.repeat(self.w["model.embed_tokens.weight"][ids][:, None], self.count("hc_mult"), axis=1)  # [T, S, D]
-        eps = self.number("rms_norm_eps")
+        found = []
         for layer in range(self.count("num_hidden_layers")):
-            prefix = f"model.layers.{layer}."
-            pre, post, comb = self.mixer(streams, prefix + "attn_hc.")
-            u = (pre[:, :, None] * streams).sum(1)
-            y = self.attention(layer, rms(u, self.w[prefix + "input_layernorm.weight"], eps))
-            streams = self.mix(streams, y, post, comb)
-            pre, post, comb = self.mixer(streams, prefix + "ffn_hc.")
-            u = (pre[:, :, None] * streams).sum(1)
-            y = self.moe(layer, rms(u, self.w[prefix + "post_attention_layernorm.weight"], eps))
-            streams = self.mix(streams, y, post, comb)
-        mixes = self.mixes(streams, self.w["model.hc_head.hc_fn"])
-        pre = sigmoid(mixes * self.w["model.hc_head.hc_scale"] + self.w["model.hc_head.hc_base"]) + self.number("hc_eps")
-        h = (pre[:, :, None] * streams).sum(1)
-        return rms(h, self.w["model.norm.weight"], eps) @ self.w["lm_head.weight"].T, self.watch.margins
+            streams = self.block(layer, streams)
+            found.append(streams)
+        return found
+
+    def block(self, layer: int, streams: Array) -> Array:
+        """One decoder layer, [T, S, D] -> [T, S, D]."""
+        prefix, eps = f"model.layers.{layer}.", self.number("rms_norm_eps")
+        pre, post, comb = self.mixer(streams, prefix + "attn_hc.")
+        u = (pre[:, :, None] * streams).sum(1)
+        y = self.attention(layer, rms(u, self.w[prefix + "input_layernorm.weight"], eps))
+        streams = self.mix(streams, y, post, comb)
+        pre, post, comb = self.mixer(streams, prefix + "ffn_hc.")
+        u = (pre[:, :, None] * streams).sum(1)
+        y = self.moe(layer, rms(u, self.w[prefix + "post_attention_layernorm.weight"], eps))
+        return self.mix(streams, y, post, comb)
+
+    def collapse(self, streams: Array, prefix: str) -> Array:
+        """[T, S, D] -> [T, D]."""
+        mixes = self.mixes(streams, self.w[prefix + "fn"])
+        pre = sigmoid(mixes * self.w[prefix + "scale"] + self.w[prefix + "base"]) + self.number("hc_eps")
+        return (pre[:, :, None] * streams).sum(1)
 
     # -- hyper-connections
 

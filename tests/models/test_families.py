@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from lamina import SamplingParams
+from lamina import LLM, SamplingParams
+from lamina.base.errors import ConfigError
 
 NAME = "lamina_tests_families"
+#: of each kind of memory one, that `make test` drafts with
+DRAFTED = ("gemma3n", "llama4-large-chunk", "gemma3-large-window", "deepseek-v3.2", "nemotron-h")
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
@@ -28,8 +31,11 @@ def helpers() -> ModuleType:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bench" in metafunc.fixturenames:
         is_first = metafunc.function is test_scores_and_tokens_are_those_of_transformers
+        is_drafted = metafunc.function is test_guesses_change_nothing
         names = [
-            pytest.param(name, marks=[pytest.mark.long] if recipe.is_long and not is_first else [])
+            pytest.param(
+                name, marks=[pytest.mark.long] if (name not in DRAFTED if is_drafted else recipe.is_long and not is_first) else []
+            )
             for name, recipe in sorted(helpers().recipes().items())
         ]
         metafunc.parametrize("bench", names, indirect=True, scope="module")
@@ -128,3 +134,36 @@ def test_pages_are_those_predicted(bench: Any) -> None:
 
     bench.driving.run_all(bench.engine, [group], between)
     assert checked > 5
+
+
+def test_guesses_change_nothing(bench: Any) -> None:
+    """Right and wrong ones, around every border: tokens, bits of scores, and what is kept are as without. A scan refuses them."""
+    settings = {"cache_format": "fp32", "index_format": "fp32", "cache_bytes": bench.recipe.cache} | bench.recipe.llm
+    if not all(memory.takes_drafts for memory in bench.engine.layout.memories):
+        with pytest.raises(ConfigError, match=r"draft_tokens=4 is not valid: 0: .* cannot give drafts back"):
+            LLM(str(bench.directory), draft="lookup", **settings)
+        assert LLM(str(bench.directory), draft="auto", **settings).engine.scheduler.guesses.rule is None
+        return
+    driving = bench.driving
+    engine = LLM(str(bench.directory), draft="auto", draft_tokens=5, **settings).engine
+    recorder = driving.Recorder(engine)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    driving.script(engine, lambda request: answers[request.prompt])
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    for border in bench.recipe.borders:
+        prompt = bench.ids(max(border - 9, 1), 3)
+        bench.reset()
+        driving.wipe(engine)
+        for _ in ("cold", "warm"):
+            (known,) = driving.serve(bench.engine, [prompt], params)
+            answers[tuple(prompt)] = list(known.output.outputs[0].token_ids)
+            (group,) = driving.serve(engine, [prompt], params)
+            engine.ledger.check()
+            assert group.output.outputs[0].token_ids == answers[tuple(prompt)]
+            assert group.output.usage.cached_tokens == known.output.usage.cached_tokens
+            request = group.requests[0]
+            found = [recorder.logits[request.id, p] for p in range(len(prompt) - 1, len(request.tokens) - 1)]
+            bench.check_scores(known, found)
+            prompt = [*prompt, *answers[tuple(prompt)], *bench.ids(3, 4)]
+    counts = engine.scheduler.guesses.counts
+    assert 0 < counts.accepted < counts.tokens

@@ -247,8 +247,13 @@ def test_draft_blocks_are_named_and_not_guessed() -> None:
     assert any("1 draft block" in note for note in describe(values).notes)
     with pytest.raises(ConfigError, match=r"^draft_tokens=2 is not valid: 0: "):
         describe(values, Choices(draft_tokens=2))
-    plain = describe(official("nemotron-h-8b"), Choices(draft_tokens=2))
-    assert make_layout(plain.memories, plain.hidden, draft_tokens=2).slot_pages  # windows get two rows more, states none
+    plain = describe(official("nemotron-h-8b"))
+    for refuse in (
+        lambda: describe(official("nemotron-h-8b"), Choices(draft_tokens=2)),
+        lambda: make_layout(plain.memories, plain.hidden, draft_tokens=2),
+    ):
+        with pytest.raises(ConfigError, match=r"^draft_tokens=2 is not valid: 0: .* cannot give drafts back"):
+            refuse()
 
 
 # Against Transformers --------------------------------------------------------------------------------------------------

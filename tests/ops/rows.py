@@ -44,7 +44,7 @@ def bytes_of(store: Store) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens [start, stop) of a sequence whose log blocks and slot lie in these pages; the last two as in Slice."""
+    """Tokens [start, stop) of a sequence whose log blocks and slot lie in these pages; the others as in Slice."""
 
     start: int
     stop: int
@@ -52,6 +52,7 @@ class Part:
     slot: tuple[int, ...]
     valid_from: int = 0
     write_from: int = 0
+    num_guesses: int = 0
 
 
 def arrays(parts: Sequence[Part], ratios: Sequence[int] = (), rings: Sequence[int] = ()) -> Sequences:
@@ -60,7 +61,7 @@ def arrays(parts: Sequence[Part], ratios: Sequence[int] = (), rings: Sequence[in
     slices = tuple(
         Slice(
             number, part.start, part.stop, tuple(range(part.start, part.stop)), part.slot, len(parts) + 1 - number, 0,
-            part.blocks, part.write_from, part.valid_from,
+            part.blocks, part.write_from, part.valid_from, num_guesses=part.num_guesses,
         )
         for number, part in enumerate(parts)
     )  # fmt: skip

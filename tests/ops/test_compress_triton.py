@@ -79,9 +79,9 @@ def on_device(store: Store, rows: ModuleType) -> Store:
 
 def build(
     rows: ModuleType, ratio: int, lengths: list[int], codec: EntryCodec, gate: float, seed: int = 0,
-    columns: tuple[int, int] = (1, 0), rope: int = ROPE,
+    columns: tuple[int, int] = (1, 0), rope: int = ROPE, states: int = 1,
 ) -> World:  # fmt: skip
-    """gate 0: values in -1, 0, 1, equal gates and no bias."""
+    """gate 0: values in -1, 0, 1, equal gates and no bias.   states  rows of each state in a slot."""
     generator = torch.Generator().manual_seed(seed)
     width, num = codec.width, len(lengths)
     span = width * (2 if ratio == 4 else 1)
@@ -91,8 +91,8 @@ def build(
     norm = 1 + torch.randint(-4, 5, (width,), generator=generator) / 8
     inv_freq = inverse_frequencies(rope, 160_000.0)
     ape = gate / 2 * torch.randn(ratio, span, generator=generator) + 0.0  # of two zeros the larger has no sign of its own
-    opened = rows.poisoned_store(state, 4 * num, 1, column=columns[0])
-    ahead = rows.poisoned_store(state, 4 * num, 1, column=columns[1]) if ratio == 4 else None
+    opened = rows.poisoned_store(state, 4 * num, states, column=columns[0])
+    ahead = rows.poisoned_store(state, 4 * num, states, column=columns[1]) if ratio == 4 else None
     log = rows.poisoned_store(codec, len(order), 256 // ratio)
     folding = Folding(
         ratio, ape.to(DEVICE), norm.to(DEVICE), EPS, on_device(opened, rows),
@@ -116,13 +116,14 @@ class Span:
     stop: int
     valid_from: int = 0
     write_from: int = 0
+    guesses: int = 0
 
 
 def take(rows: ModuleType, world: World, spans: list[Span], padding: int = 2) -> tuple[Any, Rows, Tensor, Tensor]:
     """One step: the definition's metadata, the kernels', and values and gates as columns of one matrix; padding rows are NaN."""
     parts = [
         rows.Part(s.start, s.stop, world.blocks[s.number][: -(-s.stop // 256)], (2 * s.number, 2 * s.number + 1), s.valid_from,
-                  s.write_from)
+                  s.write_from, s.guesses)
         for s in spans
     ]  # fmt: skip
     sequences = rows.arrays(parts, [world.ratio])
@@ -190,6 +191,28 @@ def test_every_byte_where_all_sums_are_exact(ratio: int, name: str, rows: Module
     for spans in walk(lengths, 3, 12 if ratio == 4 else 150):
         run(rows, world, spans)
         assert same_arenas(world, rows), spans
+
+
+@runs_kernels
+@pytest.mark.parametrize(("ratio", "states"), long_but({0, 2}, [(4, 4), (4, 8), (128, 6), (128, 2)]))
+def test_guesses_leave_a_state_after_each_row(ratio: int, states: int, rows: ModuleType) -> None:
+    """Steps whose last rows are guesses, of which some are taken back: states byte for byte, and entries written again."""
+    length, most = ratio + 90, 5
+    world = build(rows, ratio, [length, length], CODECS["fp8"], 0.0, seed=9, states=states)
+    run(rows, world, [Span(0, 0, ratio - 3), Span(1, 0, ratio + 2)])
+    done, generator = [ratio - 3, ratio + 2], torch.Generator().manual_seed(states)
+    for number in range(8):
+        spans = []
+        for request in range(2):
+            guesses = min(int(torch.randint(0, states, (), generator=generator)), length - 1 - done[request])
+            ahead = 1 + (most if number == 3 else 0)  # a prompt's end with guesses behind it, longer than the states
+            spans.append(Span(request, done[request], min(length, done[request] + ahead + guesses), guesses=guesses))
+        run(rows, world, spans)
+        assert same_arenas(world, rows), spans
+        for request, span in enumerate(spans):
+            done[request] = span.stop - int(torch.randint(0, 1 + span.guesses, (), generator=generator))
+            change = 1 - 2 * torch.randint(0, 2, world.values[request][done[request] :].shape, generator=generator)
+            world.values[request][done[request] :] *= change  # what comes now is not what was guessed
 
 
 @runs_kernels
@@ -333,12 +356,13 @@ def compress_code(ratio: int, has_index: bool, is_single: bool, saves: bool, cap
         )  # fmt: skip
         return made
 
-    batch = kernels.Batch(*(["*i32"] * 9), "i32", "*i32", "i32")  # type: ignore[arg-type]
+    batch = kernels.Batch(*(["*i32"] * 9), "i32", "*i32", "i32", "*i32")  # type: ignore[arg-type]
     types = {"memory": memory(coded), "index": memory(keys) if has_index else "constexpr", "batch": batch}
     types |= {"cos": "*fp32", "sin": "*fp32", "eps": "fp32", "index_eps": "fp32"}
     types |= {name: "i32" for name in kernel.arg_names if name.endswith("_column")}
     constants: dict[Any, Any] = {
-        "IS_SINGLE": is_single, "SAVES": saves, "RATIO": ratio, "ROPE": 64, "STAGES": 0 if is_single else min(8, ratio + 1),
+        "IS_SINGLE": is_single, "SAVES": saves, "STATES": 6, "HAS_DRAFTS": not is_single, "RATIO": ratio, "ROPE": 64,
+        "STAGES": 0 if is_single else min(8, ratio + 1),
         "D": 512, "W": 512, "FORMAT": 1, "WIDTHS": (448, 64, 8), "LOG_ROWS": 256 // ratio,
         "INDEX_D": 128, "INDEX_W": 128, "INDEX_FORMAT": 3, "INDEX_WIDTHS": (64, 4), "INDEX_LOG_ROWS": 64,
     }  # fmt: skip

@@ -7,6 +7,7 @@ what was written, and that nothing else was. The definition runs on the CPU, who
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -180,6 +181,24 @@ def test_the_last_hidden_vectors_are_kept(width: int, dtype: str, rows: ModuleTy
     keep_hidden(hidden.to(DEVICE), None, batch)
     last = torch.tensor([piece.rows.stop - 1 for piece in sequences.pieces])
     expected.write_first(sequences.slots[:, 1], codec.encode(hidden[last]))
+    assert same_arena(store, expected, rows)
+
+
+@runs_kernels
+def test_hidden_vectors_are_kept_for_each_guess(rows: ModuleType) -> None:
+    """A slot has a row for each count of tokens that a request may turn out to have."""
+    codec, states = StateCodec(40), 4
+    parts = [replace(part, num_guesses=guesses) for part, guesses in
+             zip(parts_of(rows, [(3, 4), (0, 7), (5, 13), (6, 8)]), (0, 3, 2, 1), strict=True)]  # fmt: skip
+    sequences, batch = step(rows, parts, 4)
+    expected = rows.poisoned_store(codec, 8, states, column=1)
+    store = on_device(expected, rows)
+    hidden = torch.randn(batch.num_rows, 40, generator=torch.Generator().manual_seed(0))
+    keep_hidden(hidden.to(DEVICE), store, batch)
+    for number, (part, piece) in enumerate(zip(parts, sequences.pieces, strict=True)):
+        for back in range(1 + part.num_guesses):
+            place = torch.tensor([(piece.stop - back) % states])
+            expected.write(sequences.slots[number, 1:], place, codec.encode(hidden[piece.rows.stop - 1 - back][None]))
     assert same_arena(store, expected, rows)
 
 

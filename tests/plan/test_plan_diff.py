@@ -71,7 +71,13 @@ def test_draft_blocks() -> None:
     assert "+1.75 GiB at 8,192 x 1K: draft_window: new: 3 layers" in printed(diff)
     back = diff_of("deepseek-v4-flash-0731", replace(was, draft_tokens=3), was)
     assert {effect.name: effect.why for effect in back.effects}["draft_window"].startswith("gone: 3 layers of 584 B")
-    assert [effect.deltas for effect in back.effects] == [tuple(-d for d in effect.deltas) for effect in diff.effects]
+    assert {effect.name: effect.deltas for effect in back.effects} == {
+        effect.name: tuple(-delta for delta in effect.deltas) for effect in diff.effects
+    }
+    # a state after each of three more rows: two of 3 x 512 fp32 in 21 layers, one in 20; and as many hidden vectors of 4,096
+    assert effects["c4_fold"].deltas == (8192 * 3 * 21 * 2 * 3 * 512 * 4,)
+    assert effects["c128_fold"].deltas == (8192 * 3 * 20 * 3 * 512 * 4,)
+    assert effects["hidden"].deltas == (8192 * 3 * 4096 * 4,)
 
 
 def test_larger_blocks() -> None:

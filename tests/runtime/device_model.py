@@ -4,6 +4,7 @@ It remembers the tokens themselves: all of them in a log, the last few in a wind
 all tokens up to it, read back from the arena; so is the one answer of greedy decoding, which needs no memory to be known.
 """
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -24,12 +25,12 @@ VOCAB, WINDOW, WIDTH = 61, 5, 4
 CPU = torch.device("cpu")
 
 
-def layout(block_tokens: int = 4) -> Layout:
-    """A log of tokens and a window of tokens."""
+def layout(block_tokens: int = 4, draft_tokens: int = 0, features: int = 0) -> Layout:
+    """A log of tokens and a window of tokens. features  kept beside the hidden vector."""
     row = EntryFormat("row", (Field("row", "fp32", (1,)),))
     wide = EntryFormat("wide", (Field("wide", "fp32", (60,)),))  # pages must hold a slot's parts
     memories = [Log("log", 0, row, 1), Window("window", 0, row, WINDOW), Log("other", 1, wide, 1)]
-    return make_layout(memories, Field("hidden", "fp32", (WIDTH,)), block_tokens, min_page_bytes=256)
+    return make_layout(memories, Field("hidden", "fp32", (WIDTH + features,)), block_tokens, draft_tokens, min_page_bytes=256)
 
 
 def value(tokens: Sequence[int]) -> int:
@@ -51,7 +52,8 @@ def answer(prompt: Sequence[int], count: int, stops: frozenset[int] = frozenset(
 class TokenModel:
     """calls: (order, rows, requests, greatest context) of each forward pass."""
 
-    def __init__(self, arena: DeviceArena) -> None:
+    def __init__(self, arena: DeviceArena, seed: int = 0) -> None:
+        self.drafter = TokenDrafter(self, seed)
         self.log = arena.store(StoreKey(0, "log", ("row",)), StateCodec(1))
         self.window = arena.store(StoreKey(0, "window", ("row",)), StateCodec(1))
         self.calls: list[tuple[Order, int, int, int]] = []
@@ -74,6 +76,11 @@ class TokenModel:
         assert sum(owner >= 0 for owner in owners) == seen, "padding has an owner"
         return hidden
 
+    def forward_with_features(self, tokens: Tensor, rows: Rows, order: Order, max_context: int) -> tuple[Tensor, Tensor]:
+        """A row's feature is its value."""
+        hidden = self.forward(tokens, rows, order, max_context)
+        return hidden, hidden[:, :1].clone()
+
     def logits(self, hidden: Tensor, order: Order) -> Tensor:
         """The greatest score has the value, modulo the vocabulary."""
         ids = torch.arange(VOCAB)
@@ -85,16 +92,61 @@ class TokenModel:
             self.log.views[0][int(table[block]), row] = token
         else:
             assert int(self.log.views[0][int(table[block]), row]) == token, "the log that is there is another's"
-        self.window.views[0][slot, position % WINDOW] = token
+        self.window.views[0][slot, position % self.window.rows_per_page] = token
 
     def _value(self, position: int, valid_from: int, table: Tensor, slot: int) -> float:
         size = self.log.rows_per_page
         blocks = table[: position // size + 1].long()
         logged = self.log.views[0][blocks, :, 0].flatten()[: position + 1]
         first = max(valid_from, position - WINDOW + 1)
-        near = [int(self.window.views[0][slot, at % WINDOW]) for at in range(first, position + 1)]
+        near = [int(self.window.views[0][slot, at % self.window.rows_per_page]) for at in range(first, position + 1)]
         weights = 1 + torch.arange(position + 1) % 97
         return (int((logged * weights).sum()) + 31 * sum(near) + 7 * (position + 1)) % 9973
+
+
+class TokenDrafter:
+    """Notices every wrong feature, count and token; its drafts are right until one that is not, whose chance is small or not.
+
+    A row's feature is the value after it; what it remembers is how far each table row's text goes.
+    """
+
+    most_tokens, keeps_features, least_likely = 5, True, 0.5
+
+    def __init__(self, model: "TokenModel", seed: int) -> None:
+        self.model, self.draw = model, random.Random(seed)
+        self.num_drafted = 0
+
+    def draft(
+        self, features: Tensor, before: Tensor | None, tokens: Tensor, rows: Rows, counts: Tensor, following: Tensor,
+        num_tokens: int, order: Order, max_context: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See `DeviceDrafter`."""
+        assert before is not None and num_tokens <= self.most_tokens
+        drafts = torch.zeros(rows.num_requests, num_tokens, dtype=torch.int32)
+        chances = torch.ones(rows.num_requests, num_tokens)
+        columns = (rows.starts, rows.stops, rows.first_rows, rows.valid_from, rows.table_rows, counts, following)
+        for number, numbers in enumerate(zip(*map(Tensor.tolist, columns), strict=True)):
+            start, stop, first, low, table_row, count, after = numbers
+            right = low + WINDOW if low else 0  # what is rebuilt is right from here on
+            if stop == start:
+                continue
+            size = self.model.log.rows_per_page
+            blocks = rows.tables[table_row][: (stop - 1) // size + 1].long()
+            text = [int(token) for token in self.model.log.views[0][blocks, :, 0].flatten()[: start + count].tolist()]
+            assert 1 <= count <= stop - start and tokens[first : first + count].tolist() == text[start:]
+            assert start <= right or int(before[number, 0]) == value(text[:start])
+            found = [int(feature) for feature in features[first : first + count, 0].tolist()]
+            assert all(found[at - start] == value(text[: at + 1]) for at in range(max(start, right), start + count))
+            assert after in (-1, value(text) % VOCAB)
+            text.append(after)
+            for place in range(num_tokens if after >= 0 else 0):
+                text.append(value(text) % VOCAB)
+                if self.draw.random() < 0.3:
+                    text[-1] = (text[-1] + 1) % VOCAB
+                    chances[number, place] = self.draw.choice([0.1, 0.9])
+                drafts[number, place] = text[-1]
+                self.num_drafted += 1
+        return drafts, chances
 
 
 class Draws:

@@ -15,6 +15,7 @@ from lamina.runtime.arena import DeviceArena
 from lamina.runtime.device_inputs import StepInputs
 from lamina.runtime.device_runner import DeviceRunner, Mode
 from lamina.runtime.graphs import context_buckets, request_buckets
+from lamina.schedule.drafting import Drafting, DraftRule
 from lamina.schedule.request import Request, RequestState
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.scheduler import Scheduler
@@ -30,17 +31,20 @@ class Serving:
 
     def __init__(
         self, helper: ModuleType, mode: Mode = True, num_pages: int = 400, budget: int = 64, max_requests: int = 8,
-        ahead: int = 2, max_model_len: int = 600,
+        ahead: int = 2, max_model_len: int = 600, drafts: int = 0, by_model: bool = False,
     ) -> None:  # fmt: skip
         self.helper = helper
-        layout = helper.layout()
+        layout = helper.layout(draft_tokens=drafts, features=int(by_model))
         self.ledger = Ledger(layout, num_pages, adopt_twins=mode is not False, min_checkpoint_gain=4)
-        self.scheduler = Scheduler(self.ledger, budget, max_requests, helper.VOCAB, overlaps=ahead > 1)
+        rule = DraftRule(drafts, by_model, 0.0, with_penalties=False) if drafts else None
+        self.scheduler = Scheduler(self.ledger, budget, max_requests, helper.VOCAB, overlaps=ahead > 1, drafts=rule)
         self.arena = DeviceArena(layout, num_pages, CPU)
         self.arena.bytes.fill_(255)  # NaN
         self.model = helper.TokenModel(self.arena)
         self.sampler = helper.TokenSampler(max_requests)
-        self.runner = DeviceRunner(self.model, self.arena, self.sampler, max_requests, budget, max_model_len, CPU, mode)
+        self.runner = DeviceRunner(
+            self.model, self.arena, self.sampler, max_requests, budget, max_model_len, CPU, mode, self.model if by_model else None
+        )
         self.ahead = ahead
         self.requests: dict[int, Request] = {}
         self.flying: deque[tuple[Step, LaunchedStep]] = deque()
@@ -140,6 +144,62 @@ def test_random_loads(helper: ModuleType, mode: Mode, seed: int) -> None:
         serving.ledger.check()
     serving.run()
     serving.check(*(one for one in requests if one not in cancelled))
+
+
+class FewRight(Drafting):
+    """As many guesses as comes, of which as many are right; now and then it says that there will be none."""
+
+    def __init__(self, rule: DraftRule, answer: list[int], prompt: int, draw: random.Random) -> None:
+        super().__init__(rule)
+        self.answer, self.prompt, self.draw = answer, prompt, draw
+
+    def is_ready(self, tokens: Sequence[int]) -> bool:
+        return self.draw.random() < 0.7
+
+    def guesses(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        true = self.answer[len(tokens) - self.prompt :][: self.draw.randint(0, min(most, self.rule.most))]
+        right = self.draw.randint(0, len(true))
+        return tuple(token if place < right else (token + 1) % 61 for place, token in enumerate(true))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, by_model: bool, seed: int) -> None:
+    """Verified beside decodes and prompts; a step waits where the one before it decides what is guessed, or who drafts."""
+    draw = random.Random(seed)
+    serving = Serving(
+        helper, mode, num_pages=draw.choice([60, 300]), budget=draw.choice([16, 64]), max_model_len=140, drafts=5,
+        by_model=by_model, ahead=1 if by_model else 2,
+    )  # fmt: skip
+    assert serving.runner.overlaps is not by_model
+    rule = serving.scheduler.guesses.rule
+
+    def begin(request: Request) -> None:
+        if request.drafting is None and rule is not None and not request.looks_at_ids:
+            answer = helper.answer(request.prompt, request.max_new)
+            request.drafting = FewRight(rule, answer, len(request.prompt), draw)
+
+    if not by_model:
+        serving.scheduler.guesses.begin = begin  # type: ignore[method-assign]
+    base, requests = prompt(100, 1), []
+    for _ in range(20):
+        for _ in range(draw.randrange(3)):
+            ids = base[: draw.choice([0, 3, 40, 99])] + prompt(draw.choice([1, 5, 9]), draw.randrange(5))
+            params = draw.choice([GREEDY, GREEDY, SamplingParams(max_tokens=99, temperature=0, repetition_penalty=1.0000001)])
+            stops = frozenset(draw.sample(range(61), draw.choice([0, 3])))
+            requests.append(serving.add(ids, draw.choice([1, 2, 20, 30]), params, stops))
+        for _ in range(draw.randrange(8)):
+            serving.step()
+        idle = [r for r in serving.scheduler.running if serving.scheduler._is_idle(r)]
+        if idle and draw.random() < 0.3:
+            serving.scheduler.preempt(draw.choice(idle))
+    serving.run()
+    serving.check(*requests)
+    counts = serving.scheduler.guesses.counts
+    assert 0 < counts.accepted < counts.tokens and counts.by_place[-1] >= 0
+    ahead = any(part.tokens == (UNKNOWN,) for step in serving.steps for part in step.slices)
+    assert ahead is not by_model and (serving.model.drafter.num_drafted > 100) is by_model
 
 
 def test_a_step_is_split_by_mode(helper: ModuleType) -> None:

@@ -22,6 +22,7 @@ STATS = Stats(
     lookups=5, misses={"full hit": 2, "never stored": 3}, finished={"stop": 1, "length": 2},
     memories=(MemoryState("window", 1000, 500), MemoryState("c4", 2000, 0)), requests=(),
     grammars=GrammarStats((0, 2, 0, 1, *[0] * 10), 0.03, 4, 2, 5000, 1, {"invalid": 1, "busy": 2}),
+    drafts=6, draft_tokens=18, accepted_drafts=11, accepted_by_place=(5, 4, 2),
 )  # fmt: skip
 
 
@@ -67,6 +68,10 @@ def test_every_number_of_the_engine_is_there() -> None:
         "free": 50, "held": 30, "cached": 20,
     }  # fmt: skip
     assert found["lamina_held_pages_ratio", ""] == 0.3
+    drafts = [found[f"lamina_spec_decode_num_{what}_total", ""] for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    by_place = [found["lamina_spec_decode_num_accepted_tokens_per_pos_total", f"position={place}"] for place in range(3)]
+    assert (drafts, by_place) == ([6, 18, 11], [5, 4, 2])
+    assert summed(STATS, STATS).accepted_by_place == (10, 8, 4) and summed(STATS, STATS).draft_tokens == 36
     assert found["lamina_memory_held_bytes", "memory=window"] == 1000
     assert found["lamina_memory_cached_bytes", "memory=window"] == 500
     assert found["lamina_memory_held_bytes", "memory=c4"] == 2000

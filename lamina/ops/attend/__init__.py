@@ -1,6 +1,7 @@
 """Attention: one softmax over a window, compressed entries and a sink logit.
 
 attend(q, own, window, size, entries, scale, sink, sequences) -> [T, H, D] fp32.
+attend_block(q, own, window, size, scale, sink, sequences)      of rows that see one another, whatever their order.
 Selected, Range      which entries of a log the kernels of `triton.py` read (it needs Triton).
 AttendCase           what an implementation may refuse.
 """
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lamina.ops.attend.ref import EntryScope, attend
+from lamina.ops.attend.ref import EntryScope, attend, attend_block
 from lamina.ops.store import Store
 
 
@@ -50,4 +51,4 @@ class AttendCase:
     is_fp8: bool
 
 
-__all__ = ["AttendCase", "EntryScope", "Range", "Selected", "attend"]
+__all__ = ["AttendCase", "EntryScope", "Range", "Selected", "attend", "attend_block"]

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lamina.ops.gemm import padded_rows
+from lamina.ops.gemm import MIN_COLUMNS, padded_rows
 from lamina.ops.sequences import TILE, Sequences, Single, Tile, blocks_used, entry_columns
 from lamina.ops.store import Store
 
@@ -135,6 +135,37 @@ def attend(
         task.attend_sequence(tiles)
     for single in sequences.alike(0 if entries is None else entries.ratio):
         task.attend_single(single)
+    return out
+
+
+def attend_block(
+    q: Tensor, own: tuple[Tensor, ...], window: Store, size: int, scale: float, sink: Tensor, sequences: Sequences
+) -> Tensor:
+    """Softmax attention of the rows of each sequence over the last `size` rows of its ring, all of its own rows, and a sink.
+
+    Nothing is causal: every row of a sequence sees what the others see. All sequences have as many rows, which are no part of
+    the ring. Arguments and result as in `attend`, `size` without the rows themselves.
+    """
+    out, pieces, codec = torch.zeros_like(q), sequences.pieces, window.codec
+    count = pieces[0].stop - pieces[0].start
+    width = padded_rows(count, MIN_COLUMNS)
+    bias = torch.full((len(pieces), 1, size + width), -torch.inf)
+    fields: list[list[Tensor]] = [[] for _ in own]
+    for number, piece in enumerate(pieces):
+        assert piece.stop - piece.start == count
+        oldest = max(piece.valid_from, piece.start - size)
+        missing = size - (piece.start - oldest)
+        bias[number, 0, missing : size + count] = 0
+        page = sequences.slot_pages[number][window.slot_column]
+        for field, (rows, found) in enumerate(zip(own, fields, strict=True)):
+            past = window.ring_rows(field, page, oldest, piece.start)
+            ends = (_zeros(missing, rows.shape[1], rows.dtype), _zeros(width - count, rows.shape[1], rows.dtype))
+            found += [ends[0], *past, rows[piece.rows], ends[1]]
+    near = codec.decode(tuple(torch.cat(found) for found in fields)).view(len(pieces), size + width, -1)
+    picked = torch.cat([q[piece.rows] for piece in pieces]).view(len(pieces), count, *q.shape[1:]) * scale
+    attended = _attend_scopes(picked, [near], bias, sink, sequences.row_multiple)
+    for number, piece in enumerate(pieces):
+        out[piece.rows] = attended[number]
     return out
 
 

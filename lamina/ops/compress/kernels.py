@@ -9,6 +9,9 @@ A program works for one group of one memory: of the row that is the group's last
 
 What group i - 1 gives to entry i is folded again from its tokens where they are in this step, so that programs need nothing of
 each other; each half of the projection is still read once, but for each request's last group.
+
+A slot has STATES rows of each state, the one after q tokens in row q mod STATES: one is kept after each row that may turn out to
+be a request's last. A program reads the state before the step first, whose row one of the new ones may take.
 """
 
 from typing import NamedTuple
@@ -52,6 +55,7 @@ class Batch(NamedTuple):
     table_stride: int
     slots: object
     slot_stride: int
+    drafts: object
 
 
 @triton.jit
@@ -106,11 +110,43 @@ def _save_state(at, state, mask, column, D: tl.constexpr):
 
 
 @triton.jit
+def _picked(state, is_there):
+    """`state`, or an empty one."""
+    peak = tl.where(is_there, state[0], float("-inf"))
+    return peak, tl.where(is_there, state[1], 0.0), tl.where(is_there, state[2], 0.0)
+
+
+@triton.jit
+def _pages(memory, batch, open_column, next_column, owner, D: tl.constexpr, STATES: tl.constexpr):
+    """The first row of a request's states; the second is the first again where there is no `next`."""
+    slots = batch.slots + owner * batch.slot_stride
+    open_page = tl.load(slots + open_column).to(tl.int64)
+    opened = memory.open + open_page * memory.open_stride
+    if memory.next is not None:
+        return opened, memory.next + tl.load(slots + next_column).to(tl.int64) * memory.next_stride
+    return opened, opened
+
+
+@triton.jit
+def _before(
+    memory, batch, pages, owner, start, is_near, RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, STATES: tl.constexpr
+):
+    """What `start` tokens left: (open, next); empty where it cannot matter."""
+    column = tl.arange(0, W)[None, :]
+    inside = (column < D) & is_near & (start > tl.load(batch.valid_from + owner))
+    at = start % STATES * (3 * D)
+    if memory.next is not None:
+        return _load_state(pages[0] + at, inside, column, D), _load_state(pages[1] + at, inside & (start % RATIO != 0), column, D)
+    opened = _load_state(pages[0] + at, inside & (start % RATIO != 0), column, D)
+    return opened, opened
+
+
+@triton.jit
 def _work(
-    memory, batch, cos, sin, open_column, next_column, row, owner, position, start, eps,
+    memory, batch, cos, sin, pages, before, row, owner, position, start, eps,
     SAVES: tl.constexpr, CLOSES: tl.constexpr,
     RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr, WIDTHS: tl.constexpr, LOG_ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, WIDTHS: tl.constexpr, LOG_ROWS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """The group that `position` is the last of: its state and, if SAVES, what is kept of it; its entry, if CLOSES."""
     OVERLAP: tl.constexpr = memory.next is not None
@@ -119,15 +155,9 @@ def _work(
     column = tl.arange(0, W)[None, :]
     inside = column < D
     valid_from = tl.load(batch.valid_from + owner)
-    slots = batch.slots + owner * batch.slot_stride
-    open_page = tl.load(slots + open_column).to(tl.int64)
-    if OVERLAP:
-        next_page = tl.load(slots + next_column).to(tl.int64)
-        next_row = memory.next + next_page * memory.next_stride
     if CLOSES:
         write_from = tl.load(batch.write_from + owner)
         table_row = tl.load(batch.table_rows + owner).to(tl.int64)
-    open_row = memory.open + open_page * memory.open_stride
 
     first = position // RATIO * RATIO
     low = tl.maximum(first, start)
@@ -137,30 +167,29 @@ def _work(
     is_split = low % RATIO != 0
     is_followed = low > start  # the group before is in this step
     loads = is_late & (is_followed == 0) if OVERLAP else is_late & is_split
-    state = _load_state(open_row, inside & loads, column, D)
+    state = _picked(before[0], loads)
     if OVERLAP and STAGES > 0 and is_followed:
-        before = tl.maximum(first - RATIO, start)
-        loads_next = (before > valid_from) & (before % RATIO != 0)
-        state = _load_state(next_row, inside & loads_next, column, D)
-        state = _fold(state, memory, own_row - (low - before), before % RATIO, low - before, column, inside, 0, WIDTH, STAGES)
+        earlier = tl.maximum(first - RATIO, start)
+        loads_next = (earlier > valid_from) & (earlier % RATIO != 0)
+        state = _picked(before[1], loads_next)
+        state = _fold(state, memory, own_row - (low - earlier), earlier % RATIO, low - earlier, column, inside, 0, WIDTH, STAGES)
     state = _fold(state, memory, own_row, low - first, count, column, inside, HALF, WIDTH, STAGES)
 
     is_whole = (position + 1) % RATIO == 0
     if SAVES:
+        at = (position + 1) % STATES * (3 * D)
         if OVERLAP:
-            ahead = _load_state(next_row, inside & is_late & is_split, column, D)
+            ahead = _picked(before[1], is_late & is_split)
             ahead = _fold(ahead, memory, own_row, low - first, count, column, inside, 0, WIDTH, STAGES)
-            tl.debug_barrier()  # all has been read
             kept = (
                 tl.where(is_whole, ahead[0], state[0]),
                 tl.where(is_whole, ahead[1], state[1]),
                 tl.where(is_whole, ahead[2], state[2]),
             )
-            _save_state(open_row, kept, inside, column, D)
-            _save_state(next_row, ahead, inside & (is_whole == 0), column, D)
+            _save_state(pages[0] + at, kept, inside, column, D)
+            _save_state(pages[1] + at, ahead, inside & (is_whole == 0), column, D)
         else:
-            tl.debug_barrier()
-            _save_state(open_row, state, inside & (is_whole == 0), column, D)
+            _save_state(pages[0] + at, state, inside & (is_whole == 0), column, D)
     if CLOSES:  # noqa: SIM102 what is known when the kernel is compiled
         if is_whole & (position + 1 > write_from):
             entry = position // RATIO
@@ -174,10 +203,40 @@ def _work(
             put(spread(x, FORMAT), rows, one == 0, D, ROPE, FORMAT)
 
 
+@triton.jit
+def _of_memory(
+    memory, batch, cos, sin, open_column, next_column, row, owner, position, start, oldest, eps,
+    IS_SINGLE: tl.constexpr, SAVES: tl.constexpr, HAS_DRAFTS: tl.constexpr,
+    RATIO: tl.constexpr, D: tl.constexpr, W: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, WIDTHS: tl.constexpr, LOG_ROWS: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """One memory's part of `compress`: the row at `position`, or every one from `oldest` to it if states are kept of several."""
+    CLOSES: tl.constexpr = IS_SINGLE or not SAVES
+    pages = _pages(memory, batch, open_column, next_column, owner, D, STATES)
+    is_near = position // RATIO * RATIO - RATIO < start
+    if SAVES:
+        is_near = position >= start
+    before = _before(memory, batch, pages, owner, start, is_near, RATIO, D, W, STATES)
+    if SAVES:
+        tl.debug_barrier()  # all has been read
+    if SAVES and HAS_DRAFTS and not IS_SINGLE:
+        for at in tl.range(oldest, position + 1):
+            _work(
+                memory, batch, cos, sin, pages, before, row - (position - at), owner, at, start, eps,
+                SAVES, CLOSES, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS, STATES,
+            )  # fmt: skip
+    else:
+        _work(
+            memory, batch, cos, sin, pages, before, row, owner, position, start, eps,
+            SAVES, CLOSES, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS, STATES,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["open_column", "next_column", "index_open_column", "index_next_column"])
 def compress(
     memory, index, batch, cos, sin, open_column, next_column, index_open_column, index_next_column, eps, index_eps,
-    IS_SINGLE: tl.constexpr, SAVES: tl.constexpr, RATIO: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
+    IS_SINGLE: tl.constexpr, SAVES: tl.constexpr, STATES: tl.constexpr, HAS_DRAFTS: tl.constexpr, RATIO: tl.constexpr,
+    ROPE: tl.constexpr, STAGES: tl.constexpr,
     D: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, WIDTHS: tl.constexpr, LOG_ROWS: tl.constexpr,
     INDEX_D: tl.constexpr, INDEX_W: tl.constexpr, INDEX_FORMAT: tl.constexpr, INDEX_WIDTHS: tl.constexpr,
     INDEX_LOG_ROWS: tl.constexpr,
@@ -191,10 +250,14 @@ def compress(
             return
         row = tl.load(batch.first_rows + owner) + count - 1
         position = start + count - 1
+        oldest = position
+        if HAS_DRAFTS:
+            oldest = tl.maximum(start, position - tl.load(batch.drafts + owner))
     else:
         row = tl.program_id(0)
         owner = tl.load(batch.owners + row)
         position = tl.load(batch.positions + row)
+        oldest = position
         if owner < 0:
             return
         if IS_SINGLE:
@@ -203,21 +266,21 @@ def compress(
             if (position + 1) % RATIO != 0:
                 return
             start = tl.load(batch.starts + owner)
-    CLOSES: tl.constexpr = IS_SINGLE or not SAVES
     row = row.to(tl.int64)
     owner = owner.to(tl.int64)
     if index is None:  # noqa: SIM114
-        _work(
-            memory, batch, cos, sin, open_column, next_column, row, owner, position, start, eps,
-            SAVES, CLOSES, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS,
+        _of_memory(
+            memory, batch, cos, sin, open_column, next_column, row, owner, position, start, oldest, eps,
+            IS_SINGLE, SAVES, HAS_DRAFTS, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS, STATES,
         )  # fmt: skip
     elif tl.program_id(1) == 0:
-        _work(
-            memory, batch, cos, sin, open_column, next_column, row, owner, position, start, eps,
-            SAVES, CLOSES, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS,
+        _of_memory(
+            memory, batch, cos, sin, open_column, next_column, row, owner, position, start, oldest, eps,
+            IS_SINGLE, SAVES, HAS_DRAFTS, RATIO, D, W, ROPE, STAGES, FORMAT, WIDTHS, LOG_ROWS, STATES,
         )  # fmt: skip
     else:
-        _work(
-            index, batch, cos, sin, index_open_column, index_next_column, row, owner, position, start, index_eps,
-            SAVES, CLOSES, RATIO, INDEX_D, INDEX_W, ROPE, STAGES, INDEX_FORMAT, INDEX_WIDTHS, INDEX_LOG_ROWS,
+        _of_memory(
+            index, batch, cos, sin, index_open_column, index_next_column, row, owner, position, start, oldest, index_eps,
+            IS_SINGLE, SAVES, HAS_DRAFTS, RATIO, INDEX_D, INDEX_W, ROPE, STAGES, INDEX_FORMAT, INDEX_WIDTHS, INDEX_LOG_ROWS,
+            STATES,
         )  # fmt: skip

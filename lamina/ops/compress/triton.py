@@ -77,15 +77,19 @@ def _launch(
         other, other_constants = _memory(index, index_values, index_gates), _constants(index)
     batch = kernels.Batch(
         rows.positions, rows.owners, rows.starts, rows.stops, rows.first_rows, rows.valid_from, rows.write_from,
-        rows.table_rows, rows.tables, rows.tables.stride(0), rows.slots, rows.slots.stride(0),
+        rows.table_rows, rows.tables, rows.tables.stride(0), rows.slots, rows.slots.stride(0), rows.drafts,
     )  # fmt: skip
+    has_drafts, states = rows.drafts is not None, main.open.rows_per_page
+    for state in (main.open, main.next, *((index.open, index.next) if index is not None else ())):
+        assert state is None or (state.rows_per_page == states and state.views[0].stride(1) == state.views[0].shape[2])
     memories = 1 if other is None else 2
     stages = 0 if rows.is_single else min(_STAGES, main.ratio + 1)
     for is_saving in (True,) if rows.is_single else (False, True):
         programs = rows.num_rows if rows.is_single or not is_saving else rows.num_requests
         kernels.compress[(programs, memories)](
             memory, other, batch, cos, sin, *_columns(main), *_columns(index or main), main.eps, (index or main).eps,
-            IS_SINGLE=rows.is_single, SAVES=is_saving, RATIO=main.ratio, ROPE=2 * cos.shape[1], STAGES=stages,
+            IS_SINGLE=rows.is_single, SAVES=is_saving, STATES=states, HAS_DRAFTS=has_drafts, RATIO=main.ratio,
+            ROPE=2 * cos.shape[1], STAGES=stages,
             D=constants.width, W=constants.tile, FORMAT=constants.format, WIDTHS=constants.widths, LOG_ROWS=constants.log_rows,
             INDEX_D=other_constants.width, INDEX_W=other_constants.tile, INDEX_FORMAT=other_constants.format,
             INDEX_WIDTHS=other_constants.widths, INDEX_LOG_ROWS=other_constants.log_rows,

@@ -2,7 +2,7 @@
 
     start(embed, tokens, S)         streams of a step's rows
     boundary(streams, out, ...)     new streams, and the normed input of the next sub-layer
-    end(streams, out, ...)          final hidden vectors
+    end(streams, out, ...)          final hidden vectors; `end_with_streams` gives the last streams too
     refuses(machine, case)          why this machine or these shapes are not served, or None
 
 A row's bits depend on its own values alone, not on the number of rows.
@@ -126,9 +126,22 @@ def end(
     out2: Tensor | None = None,
 ) -> Tensor:
     """As `boundary` after the last sub-layer, with the head's mixer: hidden vectors [T, D] fp32, normed, not rounded."""
+    return end_with_streams(streams, out, post, comb, mixer, norm_weight, dtype, out2)[0]
+
+
+def end_with_streams(
+    streams: Tensor,
+    out: Tensor | None,
+    post: Tensor | None,
+    comb: Tensor | None,
+    mixer: Mixer,
+    norm_weight: Tensor,
+    dtype: torch.dtype,
+    out2: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`end`, and the streams [T, S, D] that the hidden vectors were made of."""
     hidden = streams.new_empty(streams.shape[0], streams.shape[2], dtype=torch.float32)
-    _run(streams, out, out2, post, comb, mixer, norm_weight, dtype, Activation(hidden), None)
-    return hidden
+    return hidden, _run(streams, out, out2, post, comb, mixer, norm_weight, dtype, Activation(hidden), None)
 
 
 def _run(

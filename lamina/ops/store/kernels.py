@@ -345,16 +345,24 @@ def keep_rows(
 
 @triton.jit(do_not_specialize=["slot_column"])
 def keep_hidden(
-    hidden, hidden_stride, kept, kept_stride, starts, stops, first_rows, slots, slot_stride, slot_column,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    hidden, hidden_stride, kept, kept_stride, starts, stops, first_rows, drafts, slots, slot_stride, slot_column,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, part of the columns): the request's last row to its slot."""
+    """Program (request, part of the columns, back): the row before its last `back` ones to its slot, if it may be its last.
+
+    A slot has STATES rows; that after q tokens is row q mod STATES.
+    """
     request = tl.program_id(0).to(tl.int64)
-    count = tl.load(stops + request) - tl.load(starts + request)
-    if count <= 0:
+    back = tl.program_id(2)
+    stop = tl.load(stops + request)
+    count = stop - tl.load(starts + request)
+    if count <= back:
         return
-    row = (tl.load(first_rows + request) + count - 1).to(tl.int64)
+    if back > 0 and back > tl.load(drafts + request):
+        return
+    row = (tl.load(first_rows + request) + count - 1 - back).to(tl.int64)
     page = tl.load(slots + request * slot_stride + slot_column).to(tl.int64)
+    kept += (stop - back) % STATES * WIDTH
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = column < WIDTH
     value = tl.load(hidden + row * hidden_stride + column, mask=inside).to(tl.float32)

@@ -2,7 +2,7 @@
 
     encode_rows(kv, norm, eps, cos, sin, dtype, window, rows)   the step's key-value rows as stored; single rows to their rings
     keep_rows(own, window, rows)                                after attention: the last rows of each request to its ring
-    keep_hidden(hidden, store, rows)                            the last hidden vector of each request to its slot
+    keep_hidden(hidden, store, rows)                            the last hidden vectors of each request to its slot
     encode_queries(q, cos, sin, heads, codec)                   an index's queries as its keys are stored
     project_epilogue(...), query_epilogue(...)                  what follows a projection, in one launch each
     index_epilogue(...)                                         the same of an index of all tokens: keys to their log, queries
@@ -123,15 +123,20 @@ def keep_rows(own: tuple[Tensor, ...], window: Store, rows: Rows) -> None:
 
 
 def keep_hidden(hidden: Tensor, store: Store | None, rows: Rows) -> None:
-    """Writes the last of each request's rows of hidden [T, D] into its slot, if hidden vectors are kept at all."""
+    """Writes the last of each request's rows of hidden [T, D] into its slot, if hidden vectors are kept at all, and each that may
+    turn out to be the last. The one after q tokens goes to row q mod the rows that the slot has.
+    """
     if store is None:
         return
     (view,) = store.views
-    width = hidden.shape[1]
+    width, states = hidden.shape[1], store.rows_per_page
+    assert view.shape[2] == view.stride(1) == width
     size = min(_HIDDEN_COLUMNS, triton.next_power_of_2(width))
-    kernels.keep_hidden[(rows.num_requests, triton.cdiv(width, size))](
+    backs = 1 if rows.drafts is None else states
+    kernels.keep_hidden[(rows.num_requests, triton.cdiv(width, size), backs)](
         hidden, hidden.stride(0), view, view.stride(0), rows.starts, rows.stops, rows.first_rows,
-        rows.slots, rows.slots.stride(0), store.slot_column, WIDTH=width, SIZE=size,
+        rows.starts if rows.drafts is None else rows.drafts, rows.slots, rows.slots.stride(0), store.slot_column,
+        WIDTH=width, SIZE=size, STATES=states,
     )  # fmt: skip
 
 
