@@ -120,6 +120,8 @@ class EngineConfig:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ConfigError(name, number, "an integer of at least 1" + (" or None" if is_optional else ""))
+        if self.draft_tokens is not None and self.draft == "none":
+            raise ConfigError("draft_tokens", self.draft_tokens, 'absent where draft is "none"')
         if self.draft_tokens is not None and self.draft_tokens > MOST_DRAFTS:
             raise ConfigError("draft_tokens", self.draft_tokens, f"at most {MOST_DRAFTS}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):

@@ -64,6 +64,8 @@ def start_table(
     facts.add_row("a step", f"{ready.max_step_tokens:,} tokens, {ready.max_requests:,} requests at most")
     facts.add_row("prefix hits", ready.hit_granularity)
     facts.add_row("formats", "cache {}, index {}, deterministic={}".format(*ready.formats, config.deterministic))
+    if ready.draft_tokens:
+        facts.add_row("drafts", f"{ready.drafter}, up to {ready.draft_tokens} tokens ahead; answers do not depend on them")
     facts.add_row("device, ops", f"{ready.device}: {_ops(ready)}")
     facts.add_row("chat format", chat_format or "none: only /v1/completions")
     if sampling:

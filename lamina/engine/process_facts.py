@@ -41,6 +41,7 @@ def make_ready(engine: Engine, load_s: float) -> Ready:
         replay_tokens=-1 if math.isinf(layout.replay) else int(layout.replay), hit_granularity=hit_granularity(layout),
         plan_lengths=lengths, memories=_memory_rows(layout, lengths, engine.max_model_len),
         ops=chosen_ops(engine.directory, config), load_s=load_s, formats=(worker.cache_format, worker.index_format),
+        drafter=worker.draft, draft_tokens=layout.draft_tokens,
     )  # fmt: skip
 
 

@@ -146,7 +146,10 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves. The start-up table is made of this. formats  of the cache and of an index, as decided."""
+    """The engine serves. The start-up table is made of this. formats  of the cache and of an index, as decided.
+
+    drafter, draft_tokens  what drafts tokens ahead, as decided, and the most of them in a step.
+    """
 
     pid: int
     model: str
@@ -168,6 +171,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     ops: tuple[tuple[str, str], ...]
     load_s: float
     formats: tuple[str, str] = ("auto", "auto")
+    drafter: str = "none"
+    draft_tokens: int = 0
 
 
 class LogprobRow(msgspec.Struct, frozen=True, array_like=True):

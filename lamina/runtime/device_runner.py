@@ -489,7 +489,7 @@ class DeviceRunner:
         if draws.pages is not None:
             assert self.arena.hidden is not None and draws.page_rows is not None
             kept = self.arena.hidden.read(draws.pages, draws.page_rows)
-            parts.append(kept if self.drafting is None else kept[:, : self._width])
+            parts.append(kept if self.drafting is None else kept[:, : self._width].contiguous())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompt_scores(self, slices: Sequence[Slice], others: Sequence[Slice], hidden: Tensor | None) -> dict[int, _Scores]:

@@ -9,6 +9,7 @@ A step with rows [start, stop) of a sequence, the last `drafts` of them guesses:
 Nothing that a drafter does can change what is drawn, only how soon.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
+from lamina.base.log import event, get_logger
 from lamina.memory.kinds import Memory
 from lamina.models.files import list_stored
 from lamina.models.registry import draft_blocks, has_draft_blocks
 from lamina.ops.sequences import Sequences
 from lamina.schedule.step import Step
 
+_LOG = get_logger(__name__)
 #: tokens drafted ahead where nobody says how many
 _DEFAULT_TOKENS, _DEFAULT_BLOCK_TOKENS = 4, 5
 
@@ -116,6 +119,8 @@ def chosen_drafts(
     if kind == "auto":
         fixed = any(not memory.takes_drafts for memory in memories)
         kind = stored or ("none" if fixed else "lookup")
+        if kind == "none":
+            event(_LOG, "no_drafts", logging.WARNING, reason="a scan's state takes in tokens and cannot give drafts back")
     if kind == "none":
         return replace(config, draft=kind, draft_tokens=None)
     if kind != "lookup" and kind != stored:
