@@ -202,6 +202,19 @@ def test_random_loads_with_guesses(helper: ModuleType, mode: Mode, by_model: boo
     assert ahead is not by_model and (serving.model.drafter.num_drafted > 100) is by_model
 
 
+def test_full_hits_read_vectors_that_lie_beside_features(helper: ModuleType) -> None:
+    """Two prompts that are known to their ends, in one step: both first tokens come from what their slots keep."""
+    serving = Serving(helper, drafts=3, by_model=True, ahead=1)
+    prompts = [prompt(length, length) for length in (6, 3)]
+    for _ in range(2):
+        made = [serving.add(ids, 5) for ids in prompts]
+        while serving.step():
+            pass
+        serving.check(*made)
+    both = [step for step in serving.steps if sum(item.slice_index is None for item in step.samples) == 2]
+    assert both, "no step draws twice from slots"
+
+
 def test_a_step_is_split_by_mode(helper: ModuleType) -> None:
     """Two decodes beside a prompt: a padded graph and exact rows; one pass where all is strict, or where bits are free."""
     for mode, expected in (
