@@ -1,5 +1,6 @@
 """The command line, in processes of its own as a user starts it; and the parts of it that a process cannot show."""
 
+import argparse
 import io
 import json
 import os
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import lamina
-from lamina.cli import demo, main, make_parser
+from lamina.cli import chat, demo, main, make_parser
+from lamina.cli.options import add_engine
 from lamina.cli.stream import OutputStream, label
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,10 +221,21 @@ ERRORS = [
     ),
     (2, ("generate", "--model", "MODEL", "--prompt", "x", "--dtype", "fp7"), "argument --dtype: invalid choice: 'fp7'"),
     (2, ("generate", "--model", "MODEL", "--prom", "x"), "unrecognized arguments: --prom x"),
+    (2, ("serve", "--speculative-config={}"), "--speculative-config: give --draft auto, and --draft-tokens if it matters"),
+    (2, ("generate", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype: it is --cache-format here"),
     (2, ("fly",), "invalid choice: 'fly'"),
     (2, (), "a command is needed"),
     (1, ("demo", "--keep", "MODEL"), "a new or an empty directory"),
 ]
+
+
+def test_a_chat_with_a_directory_hands_every_option_of_the_engine_on() -> None:
+    """What `lamina chat DIR` understands, its own server is told: no option may be dropped in between."""
+    plain, parser = argparse.ArgumentParser(), argparse.ArgumentParser(add_help=False)
+    add_engine(plain)
+    chat.add_options(parser)
+    names = set(vars(plain.parse_args([]))) - {"no_warmup"}
+    assert names == set(parser.parse_args([]).engine_defaults)
 
 
 def check_error(code: int, error: str, expected: str) -> None:

@@ -1,6 +1,7 @@
 """Keywords that are not there: one line that names them, what they are called here, or the nearest one that there is."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -36,6 +37,7 @@ LLM_ELSEWHERE = {
     "max_seq_len": "it is max_model_len here",
     "model_path": "it is model here",
     "n_ctx": "it is max_model_len here",
+    "num_speculative_tokens": "it is draft_tokens here",
     "num_gpu_blocks_override": "cache_bytes sets the pool, in bytes",
     "pipeline_parallel_size": "a model runs on one device: leave it out",
     "prefix_cache_retention_interval": "it is checkpoint_interval here",
@@ -51,6 +53,22 @@ LLM_ELSEWHERE = {
     "tokenizer_mode": "tokenizer.json of the checkpoint is read: leave it out",
     "torch_dtype": "it is dtype here",
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
+}
+#: what other engines' options of a command are, where it is not what their keywords are in Python
+OPTIONS_ELSEWHERE = {
+    "api_key": "it is --api-key-file: other users can read a command line",
+    "base_url": "give the address as the first argument",
+    "chat_template_content_format": "texts and lists of texts are both taken: leave it out",
+    "disable_log_requests": "prompts are never logged: leave it out",
+    "enable_auto_tool_choice": "tools are always on: leave it out",
+    "enforce_eager": "decodes on a GPU are always graphs; --no-warmup captures them when they are first needed",
+    "num_speculative_tokens": "it is --draft-tokens",
+    "reasoning_parser": "the chat format of the model reads its own thoughts: leave it out",
+    "served_model_name": "an option of lamina serve",
+    "speculative_config": "give --draft auto, and --draft-tokens if it matters",
+    "tokens_only": "see /tokenize and prompts of token ids",
+    "tool_call_parser": "the chat format of the model reads its own calls: leave it out",
+    "uvicorn_log_level": "-v and -vv show more",
 }
 #: what other engines' keywords of SamplingParams are here
 SAMPLING_ELSEWHERE = {
@@ -113,6 +131,14 @@ def known_only(owner: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P
         return checked
 
     return wrap
+
+
+def option_hint(option: str) -> str:
+    """What another engine's option, such as --max-num-seqs, is here; empty if nothing is known of it."""
+    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    if name in OPTIONS_ELSEWHERE:
+        return OPTIONS_ELSEWHERE[name]
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: f"--{found.group().replace('_', '-')}", LLM_ELSEWHERE.get(name, ""))
 
 
 def _hint(name: str, known: frozenset[str], elsewhere: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from lamina.base.errors import LaminaError
+from lamina.base.keywords import option_hint
 from lamina.base.version import __version__
 from lamina.cli.formatter import HelpFormatter
 
@@ -87,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(given)
     if unknown:
         prog = "lamina" if args.command is None else f"lamina {args.command}"
-        _Parser(prog=prog).error(f"unrecognized arguments: {' '.join(unknown)}")
+        hints = [f"{word.partition('=')[0]}: {hint}" for word in unknown if word.startswith("--") and (hint := option_hint(word))]
+        _Parser(prog=prog).error("; ".join((f"unrecognized arguments: {' '.join(unknown)}", *hints)))
     if args.command is None:
         parser.error(f"a command is needed: {', '.join(COMMANDS)}")
     try:

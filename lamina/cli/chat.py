@@ -53,12 +53,12 @@ A line that ends with \\ goes on in the next one. A message that begins with / i
 """
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _MAX_HISTORY = 1_000
-#: options of `add_engine` that are handed on to the server
 #: of the model in the package, which is too small for 1.0
 _EMBEDDED_TEMPERATURE = 0.3
+#: options of `add_engine` that are handed on to the server
 _ENGINE = (
     "device", "cache_bytes", "gpu_memory_utilization", "cache_format", "index_format", "dtype", "max_step_tokens",
-    "max_model_len", "checkpoint_interval", "deterministic", "kernels", "activation_format",
+    "max_model_len", "checkpoint_interval", "deterministic", "kernels", "activation_format", "draft", "draft_tokens",
 )  # fmt: skip
 
 
