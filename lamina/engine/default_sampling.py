@@ -49,6 +49,13 @@ class _Given(msgspec.Struct):
     max_new_tokens: int | None = None
 
 
+def check_source(source: str) -> str:
+    """The same, of the right kind. Raises ConfigError."""
+    if not isinstance(source, str) or not source:
+        raise ConfigError("generation_config", source, "auto, vllm, or the path of a directory")
+    return source
+
+
 def find_defaults(checkpoint: Path, source: str = "auto") -> SamplingDefaults:
     """Defaults of a checkpoint. source  auto: its own file, if it has one; vllm: none; else a directory with a file.
 
@@ -56,12 +63,17 @@ def find_defaults(checkpoint: Path, source: str = "auto") -> SamplingDefaults:
     """
     if source == "vllm" or (source == "auto" and read_file(checkpoint, _FILE) is None):
         return SamplingDefaults()
-    place = checkpoint if source == "auto" else Path(source).expanduser()
-    if not (place / _FILE).is_file():
+    try:
+        place = checkpoint if source == "auto" else Path(source).expanduser()
+        is_there = (place / _FILE).is_file()
+    except (OSError, RuntimeError, ValueError):  # no such user, a name too long, a zero byte
+        is_there = False
+    if not is_there:
         raise ConfigError("generation_config", source, f"auto, vllm, or a directory with {_FILE}")
     try:
-        found = msgspec.structs.asdict(msgspec.convert(read_config(place, _FILE), _Given))
-    except msgspec.ValidationError as error:
+        read = {name: value for name, value in read_config(place, _FILE).items() if name in _Given.__struct_fields__}
+        found = msgspec.structs.asdict(msgspec.convert(read, _Given))
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError("generation_config", str(place / _FILE), f"settings of sampling ({error})") from None
     given = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in found.items() if value is not None}
     try:

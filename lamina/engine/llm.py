@@ -12,7 +12,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.keywords import CALL_ELSEWHERE, LLM_ELSEWHERE, known_only
 from lamina.chat.turns import ChatMessage, read_options
 from lamina.engine.chats import Chats, conversations
-from lamina.engine.default_sampling import find_defaults
+from lamina.engine.default_sampling import check_source, find_defaults
 from lamina.engine.engine import Engine, Group
 from lamina.engine.outputs import Delta, RequestOutput
 from lamina.models.files import model_text
@@ -77,6 +77,7 @@ class LLM:
             draft=draft,
             draft_tokens=draft_tokens,
         )
+        check_source(generation_config)
         self.engine = Engine(config, on_tensor)
         self._chats: Chats | None = None  # once somebody chats
         self._defaults = find_defaults(self.engine.directory, generation_config)

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lamina.base.config import AUTO
+from lamina.base.config import AUTO, MOST_DRAFTS
 from lamina.base.errors import ConfigError
 from lamina.layers.entries import StoreKey, StoreSpec
 from lamina.layers.rounding import activation_dtype
@@ -221,6 +221,12 @@ def draft_blocks(values: Mapping[str, object]) -> str | None:
         return None
     draft = parse_draft(values, parse_deepseek_v4(values))
     return None if not draft.can_run else "dspark" if draft.taps else "mtp"
+
+
+def most_drafts(values: Mapping[str, object]) -> int:
+    """The most tokens that the draft blocks of a checkpoint make at once; `draft_blocks` says that it has some."""
+    draft = parse_draft(values, parse_deepseek_v4(values))
+    return draft.length if draft.taps else MOST_DRAFTS
 
 
 def has_draft_blocks(values: Mapping[str, object], stored: Iterable[str]) -> bool:

@@ -22,7 +22,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
 from lamina.memory.kinds import Memory
 from lamina.models.files import list_stored
-from lamina.models.registry import draft_blocks, has_draft_blocks
+from lamina.models.registry import draft_blocks, has_draft_blocks, most_drafts
 from lamina.ops.sequences import Sequences
 from lamina.schedule.step import Step
 
@@ -121,10 +121,15 @@ def chosen_drafts(
         kind = stored or ("none" if fixed else "lookup")
         if kind == "none":
             event(_LOG, "no_drafts", logging.WARNING, reason="a scan's state takes in tokens and cannot give drafts back")
+    blocking = next((memory for memory in memories if not memory.takes_drafts), None)
+    if kind == "lookup" and blocking is not None:
+        why = f"layer {blocking.layer}'s {blocking.name} takes in the whole prefix and cannot give tokens back"
+        raise ConfigError("draft", kind, f"none or auto: {why}")
     if kind == "none":
         return replace(config, draft=kind, draft_tokens=None)
     if kind != "lookup" and kind != stored:
         allowed = "none, auto or lookup" if stored is None else f"none, auto, lookup or {stored}"
         raise ConfigError("draft", kind, f"{allowed}: the checkpoint has {stored or 'no'} draft blocks")
     default = _DEFAULT_BLOCK_TOKENS if kind == "dspark" else _DEFAULT_TOKENS
-    return replace(config, draft=kind, draft_tokens=config.draft_tokens or default)
+    tokens = config.draft_tokens or default
+    return replace(config, draft=kind, draft_tokens=min(tokens, most_drafts(values)) if kind == stored else tokens)

@@ -32,7 +32,10 @@ class Guesses:
 
     def wanted(self, request: Request) -> int:
         """Tokens that the model should draft to follow the one that the request draws next."""
-        return 0 if request.drafting is None else request.drafting.wanted(len(request.tokens) + request.num_pending)
+        if request.drafting is None:
+            return 0
+        room = request.max_new - request.num_output - request.num_pending - 2  # the last token is never a guess
+        return min(request.drafting.wanted(len(request.tokens) + request.num_pending), room) if room > 0 else 0
 
     def plan(self, request: Request, budget: int) -> tuple[int, ...]:
         """Guesses of what follows the token drawn last, at most `budget`; that token and these are planned in the ledger.
@@ -80,19 +83,23 @@ class Guesses:
                 num_late += 1
             else:
                 request.num_pending -= 1
-                num_right = 0
+                drafting, num_right = request.drafting, 0
+                before = (drafting.accepted, drafting.rejected) if drafting is not None else (0, 0)
                 for place in range(1 + len(guesses)):
                     if place:
                         self._ledger.commit(lease, guesses[place - 1 : place])
                     token = result.tokens[at + place]
-                    take(request, token, result.logprobs[at + place])
                     is_right = place < len(guesses) and token == guesses[place]
                     num_right += is_right
+                    if drafting is not None:  # a token that ends the request is told with what is true by then
+                        drafting.accepted, drafting.rejected = before[0] + num_right, before[1] + len(guesses) - num_right
+                    take(request, token, result.logprobs[at + place])
                     if not is_right or request.lease is not lease:
                         break
-                if guesses and request.drafting is not None:
+                if guesses and drafting is not None:
                     self.counts.note(len(guesses), num_right)
-                    request.drafting.note(len(guesses), num_right, len(request.tokens))
+                    drafting.accepted, drafting.rejected = before
+                    drafting.note(len(guesses), num_right, len(request.tokens))
             if guesses and not lease.ended:
                 self._ledger.rollback(lease, lease.in_flight)  # one that is closing ends with it
             at += 1 + len(guesses)

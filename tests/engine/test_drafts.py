@@ -344,10 +344,15 @@ def test_what_a_server_is_told(talking: Pair) -> None:
 
 
 def test_usage(talking: Pair) -> None:
+    """An output is told of every guess that was made for it, those of the step that ended it included."""
     talking.begin()
-    (output,) = talking.same(["Strings are sequences of characters"], GREEDY)
     counts = talking.engine.scheduler.guesses.counts
-    assert 0 < output.usage.accepted_drafts <= counts.accepted and output.usage.rejected_drafts <= counts.rejected
+    for most in (3, 4, 20):
+        before = counts.accepted, counts.rejected
+        (output,) = talking.same(["Strings are sequences of characters"], SamplingParams(max_tokens=most, temperature=0))
+        told = output.usage.accepted_drafts, output.usage.rejected_drafts
+        assert told == (counts.accepted - before[0], counts.rejected - before[1]), most
+    assert sum(told) > 0
 
 
 @pytest.mark.long

@@ -140,7 +140,7 @@ def test_guesses_change_nothing(bench: Any) -> None:
     """Right and wrong ones, around every border: tokens, bits of scores, and what is kept are as without. A scan refuses them."""
     settings = {"cache_format": "fp32", "index_format": "fp32", "cache_bytes": bench.recipe.cache} | bench.recipe.llm
     if not all(memory.takes_drafts for memory in bench.engine.layout.memories):
-        with pytest.raises(ConfigError, match=r"draft_tokens=4 is not valid: 0: .* cannot give drafts back"):
+        with pytest.raises(ConfigError, match=r"draft=.lookup. is not valid: none or auto: .* cannot give tokens back"):
             LLM(str(bench.directory), draft="lookup", **settings)
         assert LLM(str(bench.directory), draft="auto", **settings).engine.scheduler.guesses.rule is None
         return
