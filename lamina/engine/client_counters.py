@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from lamina.engine.wire import GrammarStats, MemoryState, Stats
+from lamina.engine.wire import GrammarStats, MemoryState, MoveStats, Stats
 
 #: fields that only grow; the others are gauges of now
 COUNTERS = (
@@ -20,7 +20,8 @@ def summed(before: Stats | None, now: Stats) -> Stats:
     sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
     return msgspec.structs.replace(
         now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished),
-        grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now), **sums,
+        grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now),
+        moves=_moves(before.moves, now.moves), **sums,
     )  # fmt: skip
 
 
@@ -35,6 +36,10 @@ def without_gauges(stats: Stats) -> Stats:
 
 def _places(before: Stats, now: Stats) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(before.accepted_by_place, now.accepted_by_place, fillvalue=0)))
+
+
+def _moves(left: MoveStats, right: MoveStats) -> MoveStats:
+    return MoveStats(*map(sum, zip(msgspec.structs.astuple(left), msgspec.structs.astuple(right), strict=True)))
 
 
 def _grammars(left: GrammarStats, right: GrammarStats) -> GrammarStats:

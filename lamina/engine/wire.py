@@ -55,10 +55,14 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """First message: fields of EngineConfig by name. log_level  of the lines that the process writes to stderr, as in logging."""
+    """First message: fields of EngineConfig by name, and of PeerConfig.
+
+    log_level  of the lines that the process writes to stderr, as in logging.
+    """
 
     config: dict[str, int | float | str | bool | None]
     log_level: int = 30
+    peers: dict[str, int | float | str] = {}
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -68,6 +72,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     owner     shown with what it leaves in the cache, never a secret.
     keep_at   tokens of the prompt that the next turn of the chat will share.
     thoughts  None: as many as the model likes.
+    peer      whom to ask for the prompt's state, if somebody else is to compute it.
     """
 
     id: str
@@ -80,6 +85,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     owner: str = ""
     keep_at: int | None = None
     thoughts: Thoughts | None = None
+    peer: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -146,7 +152,11 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves. The start-up table is made of this. formats  of the cache and of an index, as decided."""
+    """The engine serves. The start-up table is made of this.
+
+    formats  of the cache and of an index, as decided.   role, peer_address  as in PeerConfig; where others ask this one.
+    model_id, layout_id  what others must have to hand something over.
+    """
 
     pid: int
     model: str
@@ -168,6 +178,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     ops: tuple[tuple[str, str], ...]
     load_s: float
     formats: tuple[str, str] = ("auto", "auto")
+    role: str = "both"
+    peer_address: str = ""
+    model_id: str = ""
+    layout_id: str = ""
 
 
 class LogprobRow(msgspec.Struct, frozen=True, array_like=True):
@@ -311,6 +325,17 @@ class GrammarStats(msgspec.Struct, frozen=True):
     refused: dict[str, int] = {}
 
 
+class MoveStats(msgspec.Struct, frozen=True):
+    """States that moved between engines. declined  wanted by others and not given.   recomputed  wanted and not received."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    declined: int = 0
+    received: int = 0
+    received_bytes: int = 0
+    recomputed: int = 0
+
+
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counters since the start, which only grow, and gauges of now; sent every quarter of a second and when work begins or ends.
 
@@ -347,6 +372,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     draft_tokens: int = 0
     accepted_drafts: int = 0
     accepted_by_place: tuple[int, ...] = ()
+    moves: MoveStats = MoveStats()
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

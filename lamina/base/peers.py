@@ -1,0 +1,63 @@
+"""Who computes prompts for whom: one frozen record, resolved once."""
+
+import ipaddress
+import math
+from dataclasses import dataclass
+
+from lamina.base.errors import ConfigError
+
+ROLES = ("both", "prefill", "decode")
+LOOPBACK = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConfig:
+    """How an engine works with others. Checked where it is made.
+
+    role      prefill: computes prompts for others; decode: lets others compute long prompts and goes on from there; both: alone,
+              and for others where `listen` is given.
+    listen    where others ask for prompts, HOST:PORT or unix:PATH; "": nowhere.
+    peers     whom to ask: HOST:PORT, several with commas between them; a file with one a line; or a URL of such a text.
+    key_file  the key that all of them share; "": none, and then nothing beyond this machine is spoken to.
+    handover_s       seconds until a prompt that somebody else computes must be there; then it is computed here.
+    handover_tokens  prompts with fewer tokens to compute are computed here.
+    """
+
+    role: str = "both"
+    listen: str = ""
+    peers: str = ""
+    key_file: str = ""
+    handover_s: float = 60.0
+    handover_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError("role", self.role, f"one of {', '.join(ROLES)}")
+        if self.role == "decode" and not self.peers:
+            raise ConfigError("peers", "", "HOST:PORT of a prefill instance, a file with one a line, or a URL: decode needs one")
+        if self.role != "decode" and self.peers:
+            raise ConfigError("peers", self.peers, f"nothing with --role {self.role}: only decode asks others")
+        if self.role == "decode" and self.listen:
+            raise ConfigError("peer_listen", self.listen, "nothing with --role decode: nobody asks it")
+        if not (isinstance(self.handover_s, int | float) and math.isfinite(self.handover_s) and self.handover_s > 0):
+            raise ConfigError("handover_seconds", self.handover_s, "a number above 0")
+        if not isinstance(self.handover_tokens, int) or self.handover_tokens < 1:
+            raise ConfigError("handover_tokens", self.handover_tokens, "an integer of at least 1")
+        if self.listen and not self.key_file and not is_near(self.listen):
+            raise ConfigError("peer_listen", self.listen, "a loopback address, or give --peer-key-file")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to speak to."""
+        return not (self.listen or self.peers)
+
+
+def is_near(address: str) -> bool:
+    """Whether HOST:PORT or unix:PATH is on this machine."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
