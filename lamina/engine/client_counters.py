@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from lamina.engine.wire import GrammarStats, MemoryState, MoveStats, Stats
+from lamina.engine.wire import GrammarStats, MemoryState, Stats
 
 #: fields that only grow; the others are gauges of now
 COUNTERS = (
@@ -21,7 +21,7 @@ def summed(before: Stats | None, now: Stats) -> Stats:
     return msgspec.structs.replace(
         now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished),
         grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now),
-        moves=_moves(before.moves, now.moves), **sums,
+        moves=_added(before.moves, now.moves), moved_bytes=_added(before.moved_bytes, now.moved_bytes), **sums,
     )  # fmt: skip
 
 
@@ -36,10 +36,6 @@ def without_gauges(stats: Stats) -> Stats:
 
 def _places(before: Stats, now: Stats) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(before.accepted_by_place, now.accepted_by_place, fillvalue=0)))
-
-
-def _moves(left: MoveStats, right: MoveStats) -> MoveStats:
-    return MoveStats(*map(sum, zip(msgspec.structs.astuple(left), msgspec.structs.astuple(right), strict=True)))
 
 
 def _grammars(left: GrammarStats, right: GrammarStats) -> GrammarStats:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,18 @@ from lamina.engine.moves_out import MovesOut
 from lamina.engine.peer_channel import read_peer_key
 from lamina.engine.peer_list import PeerList
 from lamina.engine.peer_node import PeerNode
-from lamina.engine.wire import MoveStats
 from lamina.memory.layout import Layout
 from lamina.memory.tokens import TOKEN_BYTES
 
-__all__ = ["Arrival", "Moves"]
+__all__ = ["Arrival", "MoveCounts", "Moves"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCounts:
+    """states  sent, declined, received, recomputed, as in wire.Stats.   nbytes  sent, received."""
+
+    states: dict[str, int]
+    nbytes: dict[str, int]
 
 
 class Moves:
@@ -66,13 +74,14 @@ class Moves:
         self._out.pump()
         return [] if self._in is None else self._in.pump()
 
-    def stats(self) -> MoveStats:
-        """Counters."""
+    def counts(self) -> MoveCounts:
+        """Since the start."""
         out, back = self._out, self._in
-        return MoveStats(
-            out.num_sent, out.sent_bytes, out.num_failed, 0 if back is None else back.num_received,
-            0 if back is None else back.received_bytes, 0 if back is None else back.num_recomputed,
-        )  # fmt: skip
+        states, nbytes = {"sent": out.num_sent, "declined": out.num_failed}, {"sent": out.sent_bytes}
+        if back is not None:
+            states |= {"received": back.num_received, "recomputed": back.num_recomputed}
+            nbytes["received"] = back.received_bytes
+        return MoveCounts(states, nbytes)
 
     def close(self) -> None:
         """Listens no more."""

@@ -14,10 +14,10 @@ from lamina.base.errors import BusyError, CapacityError, ConfigError, MissingErr
 from lamina.base.log import event, get_logger
 from lamina.engine.engine import Engine, Group, News
 from lamina.engine.grammar import CompiledGrammar
-from lamina.engine.moves import Arrival, Moves
+from lamina.engine.moves import Arrival, MoveCounts, Moves
 from lamina.engine.process_facts import Tally
 from lamina.engine.process_grammars import Grammars
-from lamina.engine.wire import GrammarStats, LogprobRow, MoveStats, Output, Refusal, RequestRow, Sampling, Submit, UsageRow
+from lamina.engine.wire import GrammarStats, LogprobRow, Output, Refusal, RequestRow, Sampling, Submit, UsageRow
 from lamina.schedule.request import Request, RequestState, ThoughtLimit
 from lamina.schedule.sampling_params import SamplingParams
 from lamina.schedule.step import Step, TokenLogprobs
@@ -320,9 +320,9 @@ class Desk:
         """Requests whose grammar is being compiled, or whose prompt is computed by somebody else."""
         return self._grammars.num_pending + len(self._arriving)
 
-    def move_stats(self) -> MoveStats:
+    def move_counts(self) -> MoveCounts:
         """What moved so far."""
-        return MoveStats() if self._moves is None else self._moves.stats()
+        return MoveCounts({}, {}) if self._moves is None else self._moves.counts()
 
     def grammar_stats(self) -> GrammarStats:
         """What grammars cost so far."""

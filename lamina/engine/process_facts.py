@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lamina.engine.engine import Engine
+from lamina.engine.moves import MoveCounts
 from lamina.engine.process_cache import memories_of
-from lamina.engine.wire import GrammarStats, MemoryRow, MoveStats, Ready, RequestRow, Stats
+from lamina.engine.wire import GrammarStats, MemoryRow, Ready, RequestRow, Stats
 from lamina.memory.layout import Layout
 from lamina.memory.ledger import Ledger
 from lamina.memory.plan import CHECKPOINTS, Held, predict
@@ -23,7 +24,7 @@ from lamina.schedule.step import Step
 PLAN_LENGTHS = (1024, 8192, 32768)
 _MOST_ROWS = 200
 _NO_GRAMMARS = GrammarStats()
-_NO_MOVES = MoveStats()
+_NO_MOVES = MoveCounts({}, {})
 
 
 class _ModelConfig(msgspec.Struct):
@@ -146,7 +147,7 @@ class Tally:
 
     def stats(
         self, num_waiting: int, rows: tuple[RequestRow, ...], grammars: GrammarStats = _NO_GRAMMARS,
-        moves: MoveStats = _NO_MOVES,
+        moves: MoveCounts = _NO_MOVES,
     ) -> Stats:  # fmt: skip
         """All of it now. num_waiting  requests that the engine has not been given yet."""
         engine, sums, arena = self.engine, self._sums(), self.engine.ledger.arena
@@ -162,7 +163,7 @@ class Tally:
             misses=dict(self.misses), finished=dict(self.finished), memories=memories_of(engine.ledger),
             requests=rows[:_MOST_ROWS], grammars=grammars, drafts=drafts.drafts, draft_tokens=drafts.tokens,
             accepted_drafts=drafts.accepted, accepted_by_place=tuple(drafts.by_place),
-            moves=moves,
+            moves=moves.states, moved_bytes=moves.nbytes,
         )  # fmt: skip
 
     def _sums(self) -> _Sums:

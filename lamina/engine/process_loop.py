@@ -120,7 +120,7 @@ class Loop:
         self._had_work, self._told_stats, self._has_worked = self._desk.has_requests, now, False
         desk = self._desk
         rows, grammars = desk.rows(_MOST_ROWS), desk.grammar_stats()
-        self._link.send(self._tally.stats(desk.num_compiling(), rows, grammars, desk.move_stats()))
+        self._link.send(self._tally.stats(desk.num_compiling(), rows, grammars, desk.move_counts()))
 
     def _tell_news(self, now: float) -> None:
         """Sends what is new of each output."""

@@ -325,17 +325,6 @@ class GrammarStats(msgspec.Struct, frozen=True):
     refused: dict[str, int] = {}
 
 
-class MoveStats(msgspec.Struct, frozen=True):
-    """States that moved between engines. declined  wanted by others and not given.   recomputed  wanted and not received."""
-
-    sent: int = 0
-    sent_bytes: int = 0
-    declined: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    recomputed: int = 0
-
-
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """Counters since the start, which only grow, and gauges of now; sent every quarter of a second and when work begins or ends.
 
@@ -343,6 +332,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     misses   lookups by the reason why they stopped.   computed_tokens  rows computed: grows while the engine has work and moves.
     prefill_s, decode_s  of steps that computed any prompt token, and of the others.   finished  outputs by how they ended.
     requests  running ones first, not more than some.
+    moves    states that moved between engines: sent, declined (wanted by others and not given), received, recomputed (wanted and
+             not received).   moved_bytes  of those sent and received.
     drafts   steps of a request with drafts.   draft_tokens, accepted_drafts, accepted_by_place  all of these, and the right ones.
     """
 
@@ -372,7 +363,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     draft_tokens: int = 0
     accepted_drafts: int = 0
     accepted_by_place: tuple[int, ...] = ()
-    moves: MoveStats = MoveStats()
+    moves: dict[str, int] = {}
+    moved_bytes: dict[str, int] = {}
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

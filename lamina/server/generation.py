@@ -25,7 +25,7 @@ from lamina.engine.grammar_checks import FIELDS
 from lamina.engine.text import Detokeniser, StopChecker, TextCodec
 from lamina.engine.wire import Grammar, LogprobRow, Output, Sampling, Submit, Thoughts, UsageRow
 from lamina.server.errors import ApiError, invalid
-from lamina.server.state import GenerationRecord, ServerState
+from lamina.server.state import GenerationRecord, ServerState, asked_peer
 
 _LOG = get_logger(__name__)
 #: what the engine calls a grammar's field, whichever of a protocol's it came from
@@ -275,6 +275,7 @@ class Generation:
                     ask.owner,
                     ask.keep_at,
                     ask.thoughts,
+                    asked_peer.get(),
                 )
             )
         except BaseException:
