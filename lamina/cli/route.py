@@ -46,7 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-body-bytes", default="16MiB", metavar="SIZE", help="largest body of a request (default %(default)s)"
     )
     group.add_argument(
-        "--drain-seconds", type=float, default=default.drain_s, metavar="S", help="time to end after SIGTERM (default %(default)s)"
+        "--drain-seconds", type=float, default=default.drain_s, metavar="S",
+        help="time to end after SIGTERM (default %(default)s)",
     )  # fmt: skip
     add_common(parser)
 

@@ -28,9 +28,13 @@ from lamina.memory.tokens import TOKEN_BYTES, Prompt
 
 _LOG = get_logger(__name__)
 _MOST_TRIES = 2  # peers that are asked for one prompt
-_PAUSE_S = 3.0  # for so long a peer that failed is not asked again
+_PAUSE_S, _DECLINED_S = 3.0, 0.2  # for so long a peer that failed, or had no room, is not asked again
 _MOST_PIECES = 8  # that are taken in one round, so that steps go on
 _LEAST_S = 0.05  # with less time left nobody is asked
+
+
+class _NoStateError(LaminaError):
+    """A peer says that it will not give a state."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +133,7 @@ class MovesIn:
             try:
                 self._advance(one, now)
             except LaminaError as error:
-                self._failed(one, str(error), now)
+                self._failed(one, str(error), now, isinstance(error, _NoStateError))
             if one.is_over:
                 del self._all[one]
                 over.append(one)
@@ -167,7 +171,7 @@ class MovesIn:
                     self._landed(one, message.cached_tokens)
                     return
                 case Declined():
-                    raise LaminaError(" ".join(message.why.split())[:500])
+                    raise _NoStateError(" ".join(message.why.split())[:500])
                 case _:
                     raise MoveError(f"{type(message).__name__} has come where it says nothing")
 
@@ -188,12 +192,12 @@ class MovesIn:
         assert one.incoming is not None
         event(_LOG, "received", logging.DEBUG, peer=one.incoming.address, tokens=len(one.prompt), bytes=one.received)
 
-    def _failed(self, one: Arrival, why: str, now: float) -> None:
+    def _failed(self, one: Arrival, why: str, now: float, is_declined: bool) -> None:
         """Asks somebody else, or lets it be computed here."""
         assert one.incoming is not None
         address = one.incoming.address
         if now <= one.ends:
-            self._bad_until[address] = now + _PAUSE_S
+            self._bad_until[address] = now + (_DECLINED_S if is_declined else _PAUSE_S)
         self._drop(one)
         will_ask = len(one.tried) < _MOST_TRIES and one.ledger is self._engine.ledger and self._ask(one, now)
         event(_LOG, "not_received", logging.WARNING, peer=address, tokens=len(one.prompt), why=why,

@@ -30,6 +30,7 @@ _GREETING_BYTES = len(_MAGIC) + _RANDOM_BYTES
 _LENGTHS = struct.Struct("<II")
 #: of a message's record, and of the bytes behind it
 MOST_HEAD_BYTES, MOST_BODY_BYTES = 1 << 20, 1 << 30
+_FEW_BYTES = 64 * 1024
 _MIN_KEY_CHARS = 16
 _KEY_FILE_BYTES = 4096
 
@@ -112,8 +113,10 @@ class SocketChannel:
         self._num_sent += 1
         try:
             self._socket.settimeout(self.send_s)
-            self._socket.sendall(lengths + mac + head)
-            if body:
+            if len(body) <= _FEW_BYTES:
+                self._socket.sendall(b"".join((lengths, mac, head, body)))
+            else:
+                self._socket.sendall(lengths + mac + head)
                 self._socket.sendall(body)
         except OSError as error:
             raise PeerError(f"the peer has gone or does not read: {error}") from None

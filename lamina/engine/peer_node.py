@@ -104,14 +104,16 @@ class PeerNode:
         try:
             channel = connect(incoming.address, self._key, _CONNECT_S)
             channel.send(want, tokens)
+            most = MOST_MANIFEST_BYTES
             while True:
-                message, body = channel.receive(max(self._most_piece, MOST_MANIFEST_BYTES), _SILENCE_S)
+                message, body = channel.receive(most, _SILENCE_S)
                 if incoming.is_cancelled:
                     return
                 if isinstance(message, Wait):
                     continue
                 if not isinstance(message, Offer | Part | Done | Declined):
                     raise PeerError(f"{incoming.address} said what only a receiver says")
+                most = self._most_piece
                 if not self._put(incoming, (message, body)):
                     return
                 if isinstance(message, Done | Declined):

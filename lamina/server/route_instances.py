@@ -23,7 +23,11 @@ _MOST_AHEAD = 8
 
 @dataclass(slots=True, eq=False)
 class Backend:
-    """One instance. about  None while it is not known or does not serve.   num_lost  grows when it goes: what it had in work ends."""
+    """One instance.
+
+    about  None while it is not known or does not serve.   misses  times in a row that it did not answer.
+    in_work, prefills  requests that it answers, and that it was named for.   lost  set when it goes: what it has in work ends.
+    """
 
     origin: Origin
     about: Instance | None = None

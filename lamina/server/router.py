@@ -175,7 +175,7 @@ class Router:
                 if is_owner and not is_cancelled:
                     raise ApiError(502, f"the instance that keeps this is lost: {error}", code="instance_lost") from None
                 return False
-            self.counts["lost_streams"] += 1
+            self.counts["lost_streams"] += not is_cancelled or one.about is None
             await answer.break_off()
             return True
         finally:
