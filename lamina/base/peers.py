@@ -21,6 +21,8 @@ class PeerConfig:
     key_file  the key that all of them share; "": none, and then nothing beyond this machine is spoken to.
     handover_s       seconds until a prompt that somebody else computes must be there; then it is computed here.
     handover_tokens  prompts with fewer tokens to compute are computed here.
+    kv_events        address of a ZeroMQ socket that tells which blocks are kept, tcp://HOST:PORT or ipc://PATH; "": none.
+    kv_events_replay the same for one that repeats what was missed.
     """
 
     role: str = "both"
@@ -29,6 +31,8 @@ class PeerConfig:
     key_file: str = ""
     handover_s: float = 60.0
     handover_tokens: int = 256
+    kv_events: str = ""
+    kv_events_replay: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -45,6 +49,14 @@ class PeerConfig:
             raise ConfigError("handover_tokens", self.handover_tokens, "an integer of at least 1")
         if self.listen and not self.key_file and not is_near(self.listen):
             raise ConfigError("peer_listen", self.listen, "a loopback address, or give --peer-key-file")
+
+        for name, address in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
+            if address and not (address.startswith("ipc://") or (address.startswith("tcp://") and is_near(address[6:]))):
+                raise ConfigError(
+                    name, address, "ipc://PATH, or tcp:// with a loopback address: whoever reads it sees all prompts"
+                )
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError("kv_events_replay", self.kv_events_replay, "nothing without --kv-events")
 
     @property
     def is_alone(self) -> bool:

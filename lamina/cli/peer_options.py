@@ -36,6 +36,11 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
         "--handover-tokens", type=int, default=default.handover_tokens, metavar="N",
         help="prompts with fewer tokens to compute are computed here (default %(default)s)",
     )  # fmt: skip
+    group.add_argument(
+        "--kv-events", default="", metavar="ADDRESS",
+        help="tell which blocks are kept as vLLM does, from a ZeroMQ socket at tcp://127.0.0.1:PORT or ipc://PATH",
+    )  # fmt: skip
+    group.add_argument("--kv-events-replay", default="", metavar="ADDRESS", help="repeat there what a listener has missed")
 
 
 def peer_config(args: argparse.Namespace) -> PeerConfig:
@@ -45,7 +50,10 @@ def peer_config(args: argparse.Namespace) -> PeerConfig:
     peers = args.peers
     if peers and Path(peers).exists():
         peers = str(Path(peers).resolve())
-    config = PeerConfig(args.role, listen, peers, key_file, args.handover_seconds, args.handover_tokens)
+    config = PeerConfig(
+        args.role, listen, peers, key_file, args.handover_seconds, args.handover_tokens,
+        args.kv_events, args.kv_events_replay,
+    )  # fmt: skip
     key = read_peer_key(args.peer_key_file)
     if config.peers and not config.peers.startswith(("http://", "https://")):
         PeerList(config.peers, bool(key)).close()

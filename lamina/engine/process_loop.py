@@ -9,6 +9,7 @@ from lamina.base.config import EngineConfig
 from lamina.base.log import event, get_logger
 from lamina.base.peers import PeerConfig
 from lamina.engine.engine import Engine
+from lamina.engine.kv_events import KvEvents
 from lamina.engine.moves import Moves
 from lamina.engine.process_cache import cache_state
 from lamina.engine.process_desk import Desk, refusal
@@ -53,6 +54,7 @@ class Loop:
         self.ready: Ready = make_ready(engine, load_s, peers.role, address)
         self._link = link
         self._guard = guard
+        self._events = KvEvents(engine.layout, peers.kv_events, peers.kv_events_replay) if peers.kv_events else None
         self._tally = Tally(engine)
         self._desk = Desk(engine, self._tally, link.wake, self._moves)
         self._is_shut = False
@@ -76,6 +78,8 @@ class Loop:
                 self._link.send(refused)
             self._desk.expire(time.monotonic())
             is_stuck = self._engine.has_work and not self._step()
+            if self._events is not None:
+                self._events.flush(self._engine.ledger)
             self._tell()
             if self._failures >= _MOST_FAILURES:
                 self._tell_news(time.monotonic())
