@@ -42,7 +42,7 @@ def _bytes(raw: msgspec.Raw) -> bytes:
     """A field so that what begins alike has bytes that do: without the signs that close a list or a text."""
     try:
         value: object = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return bytes(raw)
     if isinstance(value, str):
         return value.encode()
