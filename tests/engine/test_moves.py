@@ -103,7 +103,7 @@ def check_positions(trio: Trio, positions: list[int]) -> None:
 
 def test_every_bit_is_the_same_wherever_a_prompt_ends(trio: Trio) -> None:
     rng = random.Random(3)
-    check_positions(trio, [1, 4, 127, 128, 256, 257, rng.randrange(258, 512), 513])
+    check_positions(trio, [1, 127, 128, 257, rng.randrange(258, 512)])
 
 
 @pytest.mark.long
@@ -138,12 +138,12 @@ def test_many_at_once_in_a_small_memory(engines: Callable[[int], Engine], checkp
     small = make_engine(checkpoint_of("short"), "1MiB")
     trio = Trio(sender, decode(small, sender.moves.address), Side(engines(2)))
     ids = []
-    for number in range(5):
-        tokens = random_ids(200 + 80 * number, number, trio.vocab)
+    for number in range(4):
+        tokens = random_ids(150 + 100 * number, number, trio.vocab)
         if len(tokens) < small.max_model_len - 8:
             ids.append(f"{number}")
             trio.both(ids[-1], tokens, max_tokens=4, salt=f"s{number}")
-    assert len(ids) == 5
+    assert len(ids) == 4
     trio.check(*ids)
     assert count(trio.receiver, "received") > 0
     trio.rest()
@@ -253,8 +253,8 @@ def check_killed_receivers(engines: Callable[[int], Engine], times: int) -> None
 
 
 def test_a_killed_peer_costs_time_and_nothing_else(engines: Callable[[int], Engine]) -> None:
-    check_kills(engines, 4)
-    check_killed_receivers(engines, 3)
+    check_kills(engines, 3)
+    check_killed_receivers(engines, 2)
 
 
 @pytest.mark.long
