@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lamina.base.errors import ConfigError
 
 ROLES = ("both", "prefill", "decode")
+TRANSPORTS = ("tcp", "nixl")
 LOOPBACK = "127.0.0.1:0"
 
 
@@ -21,6 +22,8 @@ class PeerConfig:
     key_file  the key that all of them share; "": none, and then nothing beyond this machine is spoken to.
     handover_s       seconds until a prompt that somebody else computes must be there; then it is computed here.
     handover_tokens  prompts with fewer tokens to compute are computed here.
+    transport        how large parts of a state move: tcp (over the socket), nixl (read out of the sender's memory by NIXL, where
+                     both sides say so).
     kv_events        address of a ZeroMQ socket that tells which blocks are kept, tcp://HOST:PORT or ipc://PATH; "": none.
     kv_events_replay the same for one that repeats what was missed.
     """
@@ -31,12 +34,17 @@ class PeerConfig:
     key_file: str = ""
     handover_s: float = 60.0
     handover_tokens: int = 256
+    transport: str = "tcp"
     kv_events: str = ""
     kv_events_replay: str = ""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError("role", self.role, f"one of {', '.join(ROLES)}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError("peer_transport", self.transport, f"one of {', '.join(TRANSPORTS)}")
+        if self.transport == "nixl" and not self.key_file:
+            raise ConfigError("peer_transport", "nixl", "with --peer-key-file: it opens ports on all of this machine's networks")
         if self.role == "decode" and not self.peers:
             raise ConfigError("peers", "", "HOST:PORT of a prefill instance, a file with one a line, or a URL: decode needs one")
         if self.role != "decode" and self.peers:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lamina.base.peers import LOOPBACK, ROLES, PeerConfig
+from lamina.base.peers import LOOPBACK, ROLES, TRANSPORTS, PeerConfig
 from lamina.engine.peer_channel import read_peer_key
 from lamina.engine.peer_list import PeerList
 
@@ -29,6 +29,10 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
         help=f"where others ask for prompts, or unix:PATH (default for prefill: {LOOPBACK}, any port that is free)",
     )  # fmt: skip
     group.add_argument(
+        "--peer-transport", choices=TRANSPORTS, default=default.transport,
+        help="how large parts move; nixl needs the package nixl-cu13 on both sides and a key (default %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--handover-seconds", type=float, default=default.handover_s, metavar="S",
         help="a prompt that has not come by then is computed here (default %(default)s)",
     )  # fmt: skip
@@ -52,7 +56,7 @@ def peer_config(args: argparse.Namespace) -> PeerConfig:
         peers = str(Path(peers).resolve())
     config = PeerConfig(
         args.role, listen, peers, key_file, args.handover_seconds, args.handover_tokens,
-        args.kv_events, args.kv_events_replay,
+        args.peer_transport, args.kv_events, args.kv_events_replay,
     )  # fmt: skip
     key = read_peer_key(args.peer_key_file)
     if config.peers and not config.peers.startswith(("http://", "https://")):

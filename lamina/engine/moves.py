@@ -1,6 +1,7 @@
 """What an engine's process does with other engines: one object that the loop asks between steps."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from lamina.engine.moves_in import Arrival, MovesIn
 from lamina.engine.moves_out import MovesOut
 from lamina.engine.peer_channel import read_peer_key
 from lamina.engine.peer_list import PeerList
+from lamina.engine.peer_nixl import Nixl
 from lamina.engine.peer_node import PeerNode
 from lamina.memory.layout import Layout
 from lamina.memory.tokens import TOKEN_BYTES
@@ -38,7 +40,8 @@ class Moves:
         key = read_peer_key(Path(config.key_file) if config.key_file else None)
         layout = engine.layout
         self._node = PeerNode(
-            key, (engine.ledger.index.model_id, layout.layout_id), engine.max_model_len, most_piece_bytes(layout), wake
+            key, (engine.ledger.index.model_id, layout.layout_id), engine.max_model_len, most_piece_bytes(layout), wake,
+            Nixl(f"lamina-{os.getpid()}-{id(self)}") if config.transport == "nixl" else None,
         )  # fmt: skip
         self._out = MovesOut(engine)
         self._in: MovesIn | None = None

@@ -13,8 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lamina.base.log import event, get_logger
 from lamina.engine.peer_channel import Channel, PeerError, SocketChannel, connect, listen
+from lamina.engine.peer_nixl import Nixl
 from lamina.engine.peer_wire import PROTOCOL, Declined, Done, Message, Offer, Part, Wait, Want
 from lamina.memory.manifest import MOST_MANIFEST_BYTES
 
@@ -62,17 +65,19 @@ class PeerNode:
     """Listens and connects for one engine.
 
     wake  ends the engine's wait, from any thread.   most_tokens  of a prompt.   most_piece  bytes of the largest piece.
-    ids   (model_id, layout_id) that others must have.
+    ids   (model_id, layout_id) that others must have.   nixl  reads large bodies, where both sides have it.
     """
 
     def __init__(
-        self, key: bytes, ids: tuple[str, str], most_tokens: int, most_piece: int, wake: Callable[[], None]
+        self, key: bytes, ids: tuple[str, str], most_tokens: int, most_piece: int, wake: Callable[[], None],
+        nixl: Nixl | None = None,
     ) -> None:  # fmt: skip
         self._key = key
         self._ids = ids
         self._most_tokens = most_tokens
         self._most_piece = most_piece
         self._wake = wake
+        self._nixl = nixl
         self._listener: socket.socket | None = None
         self._num_open = 0
         self._lock = threading.Lock()
@@ -100,10 +105,11 @@ class PeerNode:
     # -- the receiver's thread
 
     def _fetch(self, incoming: Incoming, want: Want, tokens: bytes) -> None:
-        channel: SocketChannel | None = None
+        channel: Channel | None = None
         try:
-            channel = connect(incoming.address, self._key, _CONNECT_S)
-            channel.send(want, tokens)
+            opened = connect(incoming.address, self._key, _CONNECT_S)
+            channel = opened if self._nixl is None else self._nixl.wrap(opened, self._most_piece)
+            channel.send(msgspec.structs.replace(want, can_read=self._nixl is not None), tokens)
             most = MOST_MANIFEST_BYTES
             while True:
                 message, body = channel.receive(most, _SILENCE_S)
@@ -174,7 +180,15 @@ class PeerNode:
             outgoing = Outgoing(want, bytes(tokens))
             self.wanted.append(outgoing)
             self._wake()
-            self._send(channel, outgoing)
+            if want.can_read and self._nixl is not None:
+                remote = self._nixl.wrap(channel, self._most_piece)
+                remote.is_remote = True
+                try:
+                    self._send(remote, outgoing)
+                finally:
+                    remote.close()
+            else:
+                self._send(channel, outgoing)
         except PeerError as error:
             event(_LOG, "peer_ended", logging.INFO if outgoing is not None else logging.WARNING, why=str(error))
         except Exception:

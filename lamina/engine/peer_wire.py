@@ -18,7 +18,7 @@ PROTOCOL = 1
 class Want(msgspec.Struct, tag=True, frozen=True):
     """Asks for the state after all tokens, which lie behind it as little-endian int32. first_block  as in the manifest.
 
-    deadline_s  from now; nobody waits for it any longer.
+    deadline_s  from now; nobody waits for it any longer.   can_read  large bodies may stay in the sender's memory.
     """
 
     protocol: int
@@ -28,6 +28,7 @@ class Want(msgspec.Struct, tag=True, frozen=True):
     first_block: int
     deadline_s: float
     priority: int = 0
+    can_read: bool = False
 
 
 class Wait(msgspec.Struct, tag=True, frozen=True):
@@ -59,4 +60,23 @@ class Declined(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
-Message = Want | Wait | Offer | Part | Done | Declined
+class Remote(msgspec.Struct, tag=True, frozen=True):
+    """Where a sender puts large bodies: what its agent says of itself, an address in its memory, and the bytes there."""
+
+    metadata: bytes
+    address: int
+    nbytes: int
+
+
+class Placed(msgspec.Struct, tag=True, frozen=True):
+    """A message whose body lies there."""
+
+    nbytes: int
+    head: bytes
+
+
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    """The body has been read."""
+
+
+Message = Want | Wait | Offer | Part | Done | Declined | Remote | Placed | Taken
