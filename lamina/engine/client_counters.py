@@ -29,7 +29,7 @@ def without_gauges(stats: Stats) -> Stats:
     """What is left of an engine that has gone: nothing runs and nothing is held."""
     memories = tuple(MemoryState(row.name, 0, 0) for row in stats.memories)
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
+        stats, running=0, waiting=0, arriving=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
         grammars=msgspec.structs.replace(stats.grammars, kept=0, kept_bytes=0),
     )  # fmt: skip
 

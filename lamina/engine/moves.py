@@ -24,10 +24,11 @@ __all__ = ["Arrival", "MoveCounts", "Moves"]
 
 @dataclass(frozen=True, slots=True)
 class MoveCounts:
-    """states  sent, declined, received, recomputed, as in wire.Stats.   nbytes  sent, received."""
+    """states  sent, declined, received, recomputed, as in wire.Stats.   nbytes  sent, received.   arriving  now."""
 
     states: dict[str, int]
     nbytes: dict[str, int]
+    arriving: int = 0
 
 
 class Moves:
@@ -84,7 +85,7 @@ class Moves:
         if back is not None:
             states |= {"received": back.num_received, "recomputed": back.num_recomputed}
             nbytes["received"] = back.received_bytes
-        return MoveCounts(states, nbytes)
+        return MoveCounts(states, nbytes, 0 if back is None else len(back))
 
     def close(self) -> None:
         """Listens no more."""

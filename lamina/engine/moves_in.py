@@ -29,6 +29,7 @@ from lamina.memory.tokens import TOKEN_BYTES, Prompt
 _LOG = get_logger(__name__)
 _MOST_TRIES = 2  # peers that are asked for one prompt
 _PAUSE_S, _DECLINED_S = 3.0, 0.2  # for so long a peer that failed, or had no room, is not asked again
+_MOST_AT_ONCE = 64  # states on their way; others wait for their turn
 _MOST_PIECES = 8  # that are taken in one round, so that steps go on
 _LEAST_S = 0.05  # with less time left nobody is asked
 
@@ -90,11 +91,15 @@ class MovesIn:
             return None
         ends = min(deadline, now + self._config.handover_s)
         found = Arrival(tokens, prompt, ledger, priority, hint, ends, hit.position)
-        if not self._ask(found, now):
+        if self._num_moving < _MOST_AT_ONCE and not self._ask(found, now):
             self.num_recomputed += 1
             return None
         self._all[found] = None
         return found
+
+    @property
+    def _num_moving(self) -> int:
+        return sum(1 for one in self._all if one.incoming is not None)
 
     def _ask(self, found: Arrival, now: float) -> bool:
         """Asks the next peer; False where there is none, or no time."""
@@ -145,6 +150,10 @@ class MovesIn:
             raise LaminaError("a step failed and the memory starts empty")
         if now > one.ends:
             raise LaminaError("it was not there in time")
+        if one.incoming is None:
+            if self._num_moving < _MOST_AT_ONCE and not self._ask(one, now):
+                raise LaminaError("nobody can be asked")
+            return
         if one.manifest is not None and one.landing is None and not self._open(one):
             return
         assert one.incoming is not None
@@ -194,12 +203,11 @@ class MovesIn:
 
     def _failed(self, one: Arrival, why: str, now: float, is_declined: bool) -> None:
         """Asks somebody else, or lets it be computed here."""
-        assert one.incoming is not None
-        address = one.incoming.address
-        if now <= one.ends:
+        address = "" if one.incoming is None else one.incoming.address
+        if now <= one.ends and address:
             self._bad_until[address] = now + (_DECLINED_S if is_declined else _PAUSE_S)
         self._drop(one)
-        will_ask = len(one.tried) < _MOST_TRIES and one.ledger is self._engine.ledger and self._ask(one, now)
+        will_ask = 0 < len(one.tried) < _MOST_TRIES and one.ledger is self._engine.ledger and self._ask(one, now)
         event(_LOG, "not_received", logging.WARNING, peer=address, tokens=len(one.prompt), why=why,
               then="another peer" if will_ask else "computed here")  # fmt: skip
         if not will_ask:

@@ -163,7 +163,7 @@ class Tally:
             misses=dict(self.misses), finished=dict(self.finished), memories=memories_of(engine.ledger),
             requests=rows[:_MOST_ROWS], grammars=grammars, drafts=drafts.drafts, draft_tokens=drafts.tokens,
             accepted_drafts=drafts.accepted, accepted_by_place=tuple(drafts.by_place),
-            moves=moves.states, moved_bytes=moves.nbytes,
+            arriving=moves.arriving, moves=moves.states, moved_bytes=moves.nbytes,
         )  # fmt: skip
 
     def _sums(self) -> _Sums:

@@ -332,6 +332,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     misses   lookups by the reason why they stopped.   computed_tokens  rows computed: grows while the engine has work and moves.
     prefill_s, decode_s  of steps that computed any prompt token, and of the others.   finished  outputs by how they ended.
     requests  running ones first, not more than some.
+    arriving requests, of those that wait, whose prompt is computed by somebody else.
     moves    states that moved between engines: sent, declined (wanted by others and not given), received, recomputed (wanted and
              not received).   moved_bytes  of those sent and received.
     drafts   steps of a request with drafts.   draft_tokens, accepted_drafts, accepted_by_place  all of these, and the right ones.
@@ -363,6 +364,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     draft_tokens: int = 0
     accepted_drafts: int = 0
     accepted_by_place: tuple[int, ...] = ()
+    arriving: int = 0
     moves: dict[str, int] = {}
     moved_bytes: dict[str, int] = {}
 

@@ -393,3 +393,18 @@ def test_another_model_or_settings_are_refused_in_one_line(
     assert "layout_id is" in caplog.text and "same settings" in caplog.text
     assert count(receiver, "recomputed") == 1
     sender.moves.close()
+
+
+def test_only_so_many_are_asked_for_at_once(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for their turn; one that waits can be cancelled, or run out of time."""
+    monkeypatch.setattr("lamina.engine.moves_in._MOST_AT_ONCE", 1)
+    ids = [f"{number}" for number in range(4)]
+    for id in ids:
+        trio.both(id, random_ids(30, int(id), trio.vocab), salt=id)
+    trio.receiver.submit("gone", [5] * 30)
+    trio.receiver.submit("late", [6] * 30, deadline_s=0.0)
+    trio.receiver.desk.cancel("gone")
+    trio.check(*ids)
+    assert [trio.receiver.answer(id)[2] for id in ("gone", "late")] == ["abort", "deadline"]
+    assert count(trio.receiver, "received") == 4
+    trio.rest()
