@@ -219,7 +219,8 @@ def listen(address: str) -> tuple[socket.socket, str]:
     host, port = parse_address(address, "peer_listen")
     try:
         if port < 0:
-            Path(host).unlink(missing_ok=True)
+            if Path(host).is_socket():  # of a process that has gone
+                Path(host).unlink()
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(host)
             os.chmod(host, 0o600)

@@ -70,8 +70,12 @@ class Exchange:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort() if self._http.their_state is not h11.DONE else self._writer.close()
+        if self._writer is None:
+            return
+        if self._http.their_state is h11.DONE:
+            self._writer.close()
+        else:
+            self._writer.transport.abort()
 
     async def begin(self, method: bytes, target: bytes, headers: Headers, body: bytes) -> None:
         """Sends the request and waits for the answer's head. Raises RouteError."""
