@@ -45,7 +45,7 @@ LLM_ELSEWHERE = {
     "revision": "give model the directory of that revision",
     "served_model_name": "an option of lamina serve",
     "skip_tokenizer_init": "a checkpoint without tokenizer.json takes token ids: leave it out",
-    "speculative_config": "give draft, such as \"auto\", and draft_tokens",
+    "speculative_config": 'give draft, such as "auto", and draft_tokens',
     "swap_space": "nothing is swapped to the host: leave it out",
     "task": "a model generates: leave it out",
     "tensor_parallel_size": "a model runs on one device: leave it out",

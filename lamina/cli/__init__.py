@@ -35,6 +35,7 @@ Exit codes: 0 done, 1 error, 2 wrong usage, 130 interrupted.
 #: what each command does, in a line; its module is loaded only if it is the one
 COMMANDS = {
     "serve": "serve a model to OpenAI's and Anthropic's clients over HTTP",
+    "route": "put one address in front of several servers",
     "chat": "talk to a server or a model in the terminal",
     "bench": "measure how fast a server answers",
     "generate": "generate text from one or more prompts",

@@ -15,6 +15,7 @@ from lamina.base.errors import ConfigError
 from lamina.base.sizes import parse_bytes
 from lamina.base.version import __version__
 from lamina.cli.options import add_common, add_engine, engine_config
+from lamina.cli.peer_options import add_peers, peer_config
 from lamina.cli.serve_table import LoadingBar, start_table
 from lamina.engine.locate import locate
 from lamina.engine.wire import Ready
@@ -31,6 +32,8 @@ EPILOG = """\
 Examples:
   lamina serve
   lamina serve DIR --cache-bytes 8GiB --served-model-name my-model --api-key-file keys.txt --host 0.0.0.0
+  lamina serve --role prefill --port 8100 --peer-listen 127.0.0.1:8110
+  lamina serve --role decode --port 8200 --peers 127.0.0.1:8110
 
 SIGTERM or Ctrl-C: new requests get 503, running ones may end within --drain-seconds; again: at once.
 """
@@ -118,6 +121,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--raw-special-tokens", action="store_true", help="control tokens spelled in users' texts become control tokens"
     )
+    add_peers(parser)
     add_engine(parser)
     add_common(parser)
 
@@ -134,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     directory = locate(args.model)
     args.model = str(directory)
-    config = _engine_config(args)
+    config, peers = _engine_config(args), peer_config(args)
     names = tuple(dict.fromkeys(args.served_model_name or [])) or (model_name(directory),)
     settings = replace(settings, names=names)
     about = about_embedded() if is_embedded(directory) else ""
@@ -144,12 +148,14 @@ def run(args: argparse.Namespace) -> int:
         port = listener.getsockname()[1]
         settings = replace(settings, port=port)
         bar = LoadingBar(console, args.quiet)
-        state = make_state(settings, config, directory, chat)
+        state = make_state(settings, config, directory, chat, peers)
 
         def on_ready(ready: Ready) -> None:
             bar.stop()
             if not args.quiet:
                 start_table(console, ready, settings, config, None if chat is None else chat.name, about, str(state.defaults))
+            if ready.peer_address:
+                print(f"prompts for others: {ready.peer_address}", file=sys.stderr, flush=True)
             print(f"ready: {address_of(settings)}", file=sys.stderr, flush=True)
 
         if not args.quiet:

@@ -15,6 +15,7 @@ import msgspec
 from lamina.base.config import EngineConfig
 from lamina.base.errors import CapacityError, ConfigError, LaminaError, WeightError
 from lamina.base.log import event, get_logger
+from lamina.base.peers import PeerConfig
 from lamina.engine.client_counters import summed, without_gauges
 from lamina.engine.client_process import EngineProcess, default_command, how_it_ended
 from lamina.engine.client_stream import EngineGone, EngineRefused, RequestStream
@@ -55,18 +56,20 @@ class EngineClient:
     command      how the process is started, its address is appended; None: this package's own.
     queue_limit  outputs of one request that may wait for their reader.   restarts  whether a dead engine is started again.
     silence_s    an engine with requests that says nothing for so long, and does nothing, is ended and counts as dead.
+    peers        how it works with other engines; None: alone.
     ready, stats  what it said last; the counters of `stats` go on over restarts.   num_late  outputs that nobody waited for.
     """
 
     def __init__(
         self, config: EngineConfig, command: Sequence[str] | None = None, *, queue_limit: int = 4096, restarts: bool = True,
-        silence_s: float = 30.0,
+        silence_s: float = 30.0, peers: PeerConfig | None = None,
     ) -> None:  # fmt: skip
         if queue_limit < 1:
             raise ConfigError("queue_limit", queue_limit, "an integer of at least 1")
         if not silence_s > 0:
             raise ConfigError("silence_s", silence_s, "a number above 0")
         self.config = config
+        self.peers = peers if peers is not None else PeerConfig()
         self.ready: Ready | None = None
         self.stats: Stats | None = None
         self.state: State = "starting"
@@ -150,7 +153,8 @@ class EngineClient:
         self._launched = asyncio.get_running_loop().create_future()
         self._process = EngineProcess(self._command, self._on_message, self._on_exit)
         settings: dict[str, int | float | str | bool | None] = asdict(self.config)
-        self._process.send(Start(settings, logging.getLogger("lamina").getEffectiveLevel()))
+        level = logging.getLogger("lamina").getEffectiveLevel()
+        self._process.send(Start(settings, level, asdict(self.peers)))
         ready = await self._launched
         self._ready_at = self._heard_at = self._looked_at = time.monotonic()
         return ready

@@ -20,7 +20,8 @@ def summed(before: Stats | None, now: Stats) -> Stats:
     sums = {name: getattr(before, name) + getattr(now, name) for name in COUNTERS}
     return msgspec.structs.replace(
         now, misses=_added(before.misses, now.misses), finished=_added(before.finished, now.finished),
-        grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now), **sums,
+        grammars=_grammars(before.grammars, now.grammars), accepted_by_place=_places(before, now),
+        moves=_added(before.moves, now.moves), moved_bytes=_added(before.moved_bytes, now.moved_bytes), **sums,
     )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def without_gauges(stats: Stats) -> Stats:
     """What is left of an engine that has gone: nothing runs and nothing is held."""
     memories = tuple(MemoryState(row.name, 0, 0) for row in stats.memories)
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
+        stats, running=0, waiting=0, arriving=0, free_pages=0, held_pages=0, cached_pages=0, memories=memories, requests=(),
         grammars=msgspec.structs.replace(stats.grammars, kept=0, kept_bytes=0),
     )  # fmt: skip
 

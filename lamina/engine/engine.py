@@ -309,6 +309,13 @@ class Engine:
                 request.error = "its step failed"
                 self._close(request, self.groups[request.id], "error")
 
+    def run_orders(self) -> None:
+        """Carries out the copies that the ledger has ordered so far, so that pages can be read and written between two steps."""
+        with self._lock, deferred_interrupts():
+            orders = self.ledger.take_orders()
+            if orders:
+                self.worker.arena.run(orders)
+
     def take(self, group: Group) -> list[Delta]:
         """What is new for a prompt, without making a step."""
         with self._lock:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lamina.base.config import EngineConfig
 from lamina.base.errors import CapacityError, ConfigError, LaminaError, WeightError
 from lamina.base.log import event, get_logger
+from lamina.base.peers import PeerConfig
 from lamina.engine.locate import locate
 from lamina.engine.process_guard import Guard
 from lamina.engine.process_link import Link
@@ -80,11 +81,12 @@ def _make_loop(start: Start, link: Link, guard: Guard, make_engine: "MakeEngine 
     """Loads the engine."""
     begin = time.monotonic()
     config = EngineConfig(**start.config)  # type: ignore[arg-type]
+    peers = PeerConfig(**start.peers)  # type: ignore[arg-type]
     locate(config.model)  # what is not there is told at once
     module = import_module("lamina.engine.process_loop")
     make = module.load_engine if make_engine is None else make_engine
     engine = make(config, _teller(link, "weights"), _teller(link, "kernels"))
-    loop: Loop = module.Loop(engine, link, guard, time.monotonic() - begin)
+    loop: Loop = module.Loop(engine, link, guard, time.monotonic() - begin, peers)
     return loop
 
 

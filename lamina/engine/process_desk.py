@@ -14,6 +14,7 @@ from lamina.base.errors import BusyError, CapacityError, ConfigError, MissingErr
 from lamina.base.log import event, get_logger
 from lamina.engine.engine import Engine, Group, News
 from lamina.engine.grammar import CompiledGrammar
+from lamina.engine.moves import Arrival, MoveCounts, Moves
 from lamina.engine.process_facts import Tally
 from lamina.engine.process_grammars import Grammars
 from lamina.engine.wire import GrammarStats, LogprobRow, Output, Refusal, RequestRow, Sampling, Submit, UsageRow
@@ -27,7 +28,11 @@ _ID_BYTES = 4
 
 @dataclass(slots=True)
 class _Live:
-    """A submitted prompt that has not ended. left  outputs that go on.   group, compiling  None before and after the grammar."""
+    """A submitted prompt that has not ended. left  outputs that go on.   group  None until the engine has it.
+
+    compiling, grammar  while its grammar is made, and then.   arrival  while somebody else computes it.
+    cached_tokens  of one that somebody else computed.
+    """
 
     submit: Submit
     params: SamplingParams
@@ -37,6 +42,9 @@ class _Live:
     left: int
     group: Group | None = None
     compiling: Future[CompiledGrammar] | None = None
+    grammar: CompiledGrammar | None = None
+    arrival: Arrival | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -50,13 +58,16 @@ class _Times:
 class Desk:
     """Takes commands between steps and turns what the engine did into outputs. One thread.
 
-    wake  ends the loop's wait, from any thread: a grammar has been compiled.
+    wake   ends the loop's wait, from any thread: a grammar has been compiled.
+    moves  what is done with other engines; None: there are none.
     """
 
-    def __init__(self, engine: Engine, tally: Tally, wake: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, tally: Tally, wake: Callable[[], None], moves: Moves | None = None) -> None:
         self._engine = engine
         self._tally = tally
         self._grammars = Grammars(engine, wake)
+        self._moves = moves
+        self._arriving: dict[Arrival, _Live] = {}
         self._live: dict[str, _Live] = {}
         self._owners: dict[int, _Live] = {}  # by the engine's id of an output
         self._times: dict[int, _Times] = {}
@@ -75,7 +86,12 @@ class Desk:
     @property
     def next_deadline(self) -> float:
         """Nothing has to be ended before this moment of the monotonic clock."""
-        return self._next_deadline
+        return self._next_deadline if self._moves is None else min(self._next_deadline, self._moves.next_deadline)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something moves, for which requests may wait although nothing runs."""
+        return self._moves is not None and self._moves.is_busy
 
     # -- commands
 
@@ -99,17 +115,43 @@ class Desk:
             self._engine.check(prompt, params)  # nothing is compiled for one that cannot be served
             live.compiling = self._grammars.compile(submit.grammar)
         else:
-            self._add(live, None)
+            self._begin(live)
         self._live[submit.id] = live
         self._next_deadline = min(self._next_deadline, ends)
         return None
 
-    def _add(self, live: _Live, grammar: CompiledGrammar | None) -> None:
+    def _begin(self, live: _Live) -> None:
+        """Gives a prompt to the engine, or first to somebody else."""
+        submit = live.submit
+        if self._moves is not None and live.params.prompt_logprobs is None:
+            self._engine.check(live.prompt, live.params)
+            found = self._moves.begin(live.prompt, submit.cache_salt, submit.priority, submit.peer, live.ends)
+            if found is not None:
+                live.arrival = found
+                self._arriving[found] = live
+                return
+        self._add(live)
+
+    def pump(self) -> list[Refusal]:
+        """Goes on with what moves; gives the engine what has come, or must be computed after all."""
+        refusals = []
+        for arrival in () if self._moves is None else self._moves.pump():
+            live = self._arriving.pop(arrival)
+            live.arrival, live.cached_tokens = None, arrival.cached_tokens
+            try:
+                self._add(live)
+            except Exception as error:
+                del self._live[live.submit.id]
+                refusals.append(refusal(live.submit.id, error))
+        return refusals
+
+    def _add(self, live: _Live) -> None:
         """Gives a prompt to the engine."""
         submit, limit = live.submit, live.submit.thoughts
         thoughts = None if limit is None else ThoughtLimit(limit.tokens, limit.end, frozenset((limit.end, *limit.others)))
         group = live.group = self._engine.add(
-            live.prompt, live.params, cache_salt=submit.cache_salt, priority=submit.priority, owner=submit.owner, grammar=grammar,
+            live.prompt, live.params, cache_salt=submit.cache_salt, priority=submit.priority, owner=submit.owner,
+            grammar=live.grammar,
             keep_at=submit.keep_at, thoughts=thoughts,
         )  # fmt: skip
         for request in group.requests:
@@ -127,7 +169,8 @@ class Desk:
                 continue
             live.compiling = None
             try:
-                self._add(live, compiled.result())
+                live.grammar = compiled.result()
+                self._begin(live)
             except Exception as error:
                 del self._live[live.submit.id]
                 refusals.append(refusal(live.submit.id, error))
@@ -141,7 +184,11 @@ class Desk:
         if live.group is not None:
             self._engine.cancel(live.group, reason)
             return
-        self._grammars.forget(live.compiling)
+        if live.arrival is not None and self._moves is not None:
+            self._moves.cancel(live.arrival)
+            del self._arriving[live.arrival]
+        elif live.compiling is not None:
+            self._grammars.forget(live.compiling)
         for child in range(live.params.n):
             self._end_unborn(live, child, reason)
 
@@ -189,7 +236,10 @@ class Desk:
         live = self._owners[number]
         assert live.group is not None
         self._times[number].started = self._step_began
-        self._tally.admitted(next(request for request in live.group.requests if request.id == number))
+        request = next(request for request in live.group.requests if request.id == number)
+        if live.cached_tokens is not None:  # the rest was computed, though not here
+            request.cached_tokens = min(request.cached_tokens, live.cached_tokens)
+        self._tally.admitted(request)
 
     def take(self) -> list[Output]:
         """What is new for the server: plain tokens of an output since the last time are one."""
@@ -200,7 +250,9 @@ class Desk:
         plain: dict[int, tuple[str, int, list[int]]] = {}
         for item in news:
             request = item.request
-            live = self._owners[request.id]
+            live = self._owners.get(request.id)
+            if live is None:
+                continue  # computed for another engine
             if item.token is not None and request.id in self._untold:
                 self._untold.discard(request.id)
                 self._times[request.id].first = now
@@ -265,8 +317,12 @@ class Desk:
     # -- looking
 
     def num_compiling(self) -> int:
-        """Requests whose grammar is being compiled."""
-        return self._grammars.num_pending
+        """Requests whose grammar is being compiled, or whose prompt is computed by somebody else."""
+        return self._grammars.num_pending + len(self._arriving)
+
+    def move_counts(self) -> MoveCounts:
+        """What moved so far."""
+        return MoveCounts({}, {}) if self._moves is None else self._moves.counts()
 
     def grammar_stats(self) -> GrammarStats:
         """What grammars cost so far."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lamina.engine.engine import Engine
+from lamina.engine.moves import MoveCounts
 from lamina.engine.process_cache import memories_of
 from lamina.engine.wire import GrammarStats, MemoryRow, Ready, RequestRow, Stats
 from lamina.memory.layout import Layout
@@ -23,13 +24,14 @@ from lamina.schedule.step import Step
 PLAN_LENGTHS = (1024, 8192, 32768)
 _MOST_ROWS = 200
 _NO_GRAMMARS = GrammarStats()
+_NO_MOVES = MoveCounts({}, {})
 
 
 class _ModelConfig(msgspec.Struct):
     model_type: str = ""
 
 
-def make_ready(engine: Engine, load_s: float) -> Ready:
+def make_ready(engine: Engine, load_s: float, role: str = "both", peer_address: str = "") -> Ready:
     """The facts of a loaded engine."""
     config, layout, worker = engine.config, engine.layout, engine.worker.config
     lengths = tuple(dict.fromkeys(min(length, engine.max_model_len) for length in PLAN_LENGTHS))
@@ -42,6 +44,7 @@ def make_ready(engine: Engine, load_s: float) -> Ready:
         plan_lengths=lengths, memories=_memory_rows(layout, lengths, engine.max_model_len),
         ops=chosen_ops(engine.directory, config), load_s=load_s, formats=(worker.cache_format, worker.index_format),
         drafter=worker.draft, draft_tokens=layout.draft_tokens,
+        role=role, peer_address=peer_address, model_id=engine.ledger.index.model_id, layout_id=layout.layout_id,
     )  # fmt: skip
 
 
@@ -143,7 +146,10 @@ class Tally:
         """An output has ended."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def stats(self, num_waiting: int, rows: tuple[RequestRow, ...], grammars: GrammarStats = _NO_GRAMMARS) -> Stats:
+    def stats(
+        self, num_waiting: int, rows: tuple[RequestRow, ...], grammars: GrammarStats = _NO_GRAMMARS,
+        moves: MoveCounts = _NO_MOVES,
+    ) -> Stats:  # fmt: skip
         """All of it now. num_waiting  requests that the engine has not been given yet."""
         engine, sums, arena = self.engine, self._sums(), self.engine.ledger.arena
         drafts = sums.drafts  # what was drawn after a wrong one was thrown away
@@ -158,6 +164,7 @@ class Tally:
             misses=dict(self.misses), finished=dict(self.finished), memories=memories_of(engine.ledger),
             requests=rows[:_MOST_ROWS], grammars=grammars, drafts=drafts.drafts, draft_tokens=drafts.tokens,
             accepted_drafts=drafts.accepted, accepted_by_place=tuple(drafts.by_place),
+            arriving=moves.arriving, moves=moves.states, moved_bytes=moves.nbytes,
         )  # fmt: skip
 
     def _sums(self) -> _Sums:

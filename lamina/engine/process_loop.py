@@ -7,7 +7,10 @@ from typing import Protocol, TypeAlias
 
 from lamina.base.config import EngineConfig
 from lamina.base.log import event, get_logger
+from lamina.base.peers import PeerConfig
 from lamina.engine.engine import Engine
+from lamina.engine.kv_events import KvEvents
+from lamina.engine.moves import Moves
 from lamina.engine.process_cache import cache_state
 from lamina.engine.process_desk import Desk, refusal
 from lamina.engine.process_facts import Tally, make_ready
@@ -24,6 +27,7 @@ _SLOW_S = 1.0  # for so long after a step that took more nothing waits for the n
 _MOST_COMMANDS = 256  # of one round, so that steps go on whatever comes
 _MOST_ROWS = 128
 _MOST_FAILURES = 3
+_ALONE = PeerConfig()
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 
@@ -42,15 +46,18 @@ def load_engine(config: EngineConfig, on_tensor: OnProgress, on_warmup: OnProgre
 
 
 class Loop:
-    """Goes round until it is told to stop. ready  what it has to say first."""
+    """Goes round until it is told to stop. ready  what it has to say first. Raises ConfigError for peers that cannot be used."""
 
-    def __init__(self, engine: Engine, link: Link, guard: Guard, load_s: float) -> None:
+    def __init__(self, engine: Engine, link: Link, guard: Guard, load_s: float, peers: PeerConfig = _ALONE) -> None:
         self._engine = engine
-        self.ready: Ready = make_ready(engine, load_s)
+        self._moves = None if peers.is_alone else Moves(engine, peers, link.wake)
+        address = "" if self._moves is None else self._moves.address
+        self.ready: Ready = make_ready(engine, load_s, peers.role, address)
         self._link = link
         self._guard = guard
+        self._events = KvEvents(engine.layout, peers.kv_events, peers.kv_events_replay) if peers.kv_events else None
         self._tally = Tally(engine)
-        self._desk = Desk(engine, self._tally, link.wake)
+        self._desk = Desk(engine, self._tally, link.wake, self._moves)
         self._is_shut = False
         self._had_work = False
         self._failures = 0
@@ -68,34 +75,43 @@ class Loop:
                 break
             for refused in self._desk.add_compiled():
                 self._link.send(refused)
+            for refused in self._desk.pump():
+                self._link.send(refused)
             self._desk.expire(time.monotonic())
-            if self._engine.has_work:
-                self._steps()
+            is_stuck = self._engine.has_work and not self._steps()
+            if self._events is not None:
+                self._events.flush(self._engine.ledger)
             self._tell()
             if self._failures >= _MOST_FAILURES:
                 self._tell_news(time.monotonic())
                 self._link.send(Fatal(f"{self._failures} steps failed one after the other"))
                 return 1
-            if not self._engine.has_work:
+            if is_stuck or not self._engine.has_work:
                 self._rest()
         self._desk.cancel_all()
         self._tell_news(time.monotonic())
         self._tell_stats(time.monotonic())
         return 0
 
-    def _steps(self) -> None:
-        """One step, and more as long as they take no time: to look for commands and news costs a part of such a step."""
-        ends = time.monotonic() + _QUICK_S
-        self._step()
-        while self._engine.has_work and not self._failures and time.monotonic() < ends:
-            self._step()
+    def _steps(self) -> bool:
+        """One step, and more as long as they take no time: to look for commands and news costs a part of such a step.
 
-    def _step(self) -> None:
-        """One step. If it breaks off, what ran has ended with "error" and the rest goes on."""
+        False: all must wait for memory.
+        """
+        ends = time.monotonic() + _QUICK_S
+        moves = self._step()
+        while moves and self._engine.has_work and not self._failures and time.monotonic() < ends:
+            moves = self._step()
+        return moves
+
+    def _step(self) -> bool:
+        """One step. If it breaks off, what ran has ended with "error" and the rest goes on. False: all must wait for memory."""
         self._has_worked = True
         begin = time.monotonic()
         try:
             if not self._desk.step():
+                if self._desk.is_moving:
+                    return False
                 raise RuntimeError("requests wait although nothing runs")
         except Exception:
             self._failures += 1
@@ -105,6 +121,7 @@ class Loop:
         end = time.monotonic()
         if end - begin > 2 * _NEWS_S:
             self._slow_until = end + _SLOW_S
+        return True
 
     def _tell(self) -> None:
         """Sends the news and the counters, each when it is time."""
@@ -117,7 +134,9 @@ class Loop:
     def _tell_stats(self, now: float) -> None:
         """Sends the counters."""
         self._had_work, self._told_stats, self._has_worked = self._desk.has_requests, now, False
-        self._link.send(self._tally.stats(self._desk.num_compiling(), self._desk.rows(_MOST_ROWS), self._desk.grammar_stats()))
+        desk = self._desk
+        rows, grammars = desk.rows(_MOST_ROWS), desk.grammar_stats()
+        self._link.send(self._tally.stats(desk.num_compiling(), rows, grammars, desk.move_counts()))
 
     def _tell_news(self, now: float) -> None:
         """Sends what is new of each output."""

@@ -55,10 +55,14 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """First message: fields of EngineConfig by name. log_level  of the lines that the process writes to stderr, as in logging."""
+    """First message: fields of EngineConfig by name, and of PeerConfig.
+
+    log_level  of the lines that the process writes to stderr, as in logging.
+    """
 
     config: dict[str, int | float | str | bool | None]
     log_level: int = 30
+    peers: dict[str, int | float | str] = {}
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -68,6 +72,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     owner     shown with what it leaves in the cache, never a secret.
     keep_at   tokens of the prompt that the next turn of the chat will share.
     thoughts  None: as many as the model likes.
+    peer      whom to ask for the prompt's state, if somebody else is to compute it.
     """
 
     id: str
@@ -80,6 +85,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     owner: str = ""
     keep_at: int | None = None
     thoughts: Thoughts | None = None
+    peer: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -146,8 +152,10 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves. The start-up table is made of this. formats  of the cache and of an index, as decided.
+    """The engine serves. The start-up table is made of this.
 
+    formats  of the cache and of an index, as decided.   role, peer_address  as in PeerConfig; where others ask this one.
+    model_id, layout_id  what others must have to hand something over.
     drafter, draft_tokens  what drafts tokens ahead, as decided, and the most of them in a step.
     """
 
@@ -173,6 +181,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     formats: tuple[str, str] = ("auto", "auto")
     drafter: str = "none"
     draft_tokens: int = 0
+    role: str = "both"
+    peer_address: str = ""
+    model_id: str = ""
+    layout_id: str = ""
 
 
 class LogprobRow(msgspec.Struct, frozen=True, array_like=True):
@@ -323,6 +335,9 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     misses   lookups by the reason why they stopped.   computed_tokens  rows computed: grows while the engine has work and moves.
     prefill_s, decode_s  of steps that computed any prompt token, and of the others.   finished  outputs by how they ended.
     requests  running ones first, not more than some.
+    arriving requests, of those that wait, whose prompt is computed by somebody else.
+    moves    states that moved between engines: sent, declined (wanted by others and not given), received, recomputed (wanted and
+             not received).   moved_bytes  of those sent and received.
     drafts   steps of a request with drafts.   draft_tokens, accepted_drafts, accepted_by_place  all of these, and the right ones.
     """
 
@@ -352,6 +367,9 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     draft_tokens: int = 0
     accepted_drafts: int = 0
     accepted_by_place: tuple[int, ...] = ()
+    arriving: int = 0
+    moves: dict[str, int] = {}
+    moved_bytes: dict[str, int] = {}
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):

@@ -111,6 +111,8 @@ class PrefixIndex:
         self.model_id = model_id
         self.num_checkpoint_pages = 0  # of pending and resident checkpoints, open blocks not counted
         self.evictions = 0
+        #: called with each block that has come (True) or gone
+        self.on_block: Callable[[Node, bool], None] | None = None
         self.num_pinned_checkpoint_pages = 0  # of these, the ones that movers or a lookup hold
         self._block_bytes = layout.block_tokens * TOKEN_BYTES
         self._nodes: dict[bytes, Node] = {}
@@ -327,6 +329,8 @@ class PrefixIndex:
         if page is not None:
             self.arena.ref_cache(page)
         self._gone_blocks.pop(key, None)
+        if self.on_block is not None:
+            self.on_block(node, True)
         return node, True
 
     def _first_useful_depth(self) -> float:
@@ -553,6 +557,8 @@ class PrefixIndex:
         parent.stamp = max(parent.stamp, node.stamp)
         if node.page is not None:
             self.arena.unref_cache(node.page)
+        if self.on_block is not None:
+            self.on_block(node, False)
         self._gone_blocks[node.key] = (now, whom)
         if len(self._gone_blocks) > REMEMBERED:
             self._gone_blocks.popitem(last=False)

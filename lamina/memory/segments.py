@@ -7,7 +7,7 @@ large windows, then the slot, rows oldest first. Page ids never travel; both sid
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.memory.layout import Layout, Span
 
@@ -26,6 +26,7 @@ class Segment:
     offset       of row 0 of the field in that page, bytes.
     rows         (first row, count) ranges, oldest first.   row_bytes  bytes of one row.
     wire_offset  where the rows begin in the message, bytes.   nbytes  how many there are.
+    format       dtype and shape of a row.
     """
 
     layer: int
@@ -39,6 +40,7 @@ class Segment:
     wire_offset: int
     nbytes: int
     tail: int | None = None
+    format: str = ""
 
     @property
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -55,30 +57,52 @@ def segments(layout: Layout, position: int, frozen: bool = False, first_block: i
     found: list[Segment] = []
     wire = 0
 
-    def add(span: Span, block: int | None, rows: tuple[tuple[int, int], ...], tail: int | None = None) -> None:
-        nonlocal wire
-        size = sum(count for _, count in rows) * span.row_bytes
-        if size:
-            where = (block, span.page, span.offset, span.row_bytes)
-            found.append(Segment(span.layer, span.memory, span.field.name, *where, rows, wire, size, tail))
-            wire += size
+    def parts() -> Iterator[Segment]:
+        for block in range(first_block, layout.blocks_for(position) if layout.has_logs else 0):
+            yield from block_segments(layout, position, block)
+        for number, tail in enumerate(layout.tails):
+            for block in tail.live_numbers(position):
+                yield from tail_segments(layout, position, number, block)
+        yield from slot_segments(layout, position, frozen)
 
-    for block in range(first_block, layout.blocks_for(position) if layout.has_logs else 0):
-        for span, count in zip(layout.block_spans, layout.block_live(block, position), strict=True):
-            add(span, block, ((0, count),))
-    for number, tail in enumerate(layout.tails):
-        for first, stop in tail.live_blocks(position):
-            for block in range(first, stop):
-                rows = tail.live_rows(block, position)
-                for span in tail.spans:
-                    add(span, block, rows, number)
+    for part in parts():
+        found.append(replace(part, wire_offset=wire))
+        wire += part.nbytes
+    return tuple(found)
+
+
+def block_segments(layout: Layout, position: int, block: int) -> Iterator[Segment]:
+    """Those of one block of the log; wire offsets are for the caller to say, here and below."""
+    for span, count in zip(layout.block_spans, layout.block_live(block, position), strict=True):
+        yield from _segment(span, block, ((0, count),))
+
+
+def tail_segments(layout: Layout, position: int, number: int, block: int) -> Iterator[Segment]:
+    """Those of one block of large window `number`."""
+    tail = layout.tails[number]
+    rows = tail.live_rows(block, position)
+    for span in tail.spans:
+        yield from _segment(span, block, rows, number)
+
+
+def slot_segments(layout: Layout, position: int, frozen: bool = False) -> Iterator[Segment]:
+    """Those of the slot, or where it is frozen of a checkpoint."""
     if frozen:
         for span in layout.checkpoint_spans(position):
-            add(span, None, ((0, span.rows),))
+            yield from _segment(span, None, ((0, span.rows),))
     else:
         for span, rows in zip(layout.slot_spans, layout.slot_live(position), strict=True):
-            add(span, None, rows)
-    return tuple(found)
+            yield from _segment(span, None, rows)
+
+
+def _segment(span: Span, block: int | None, rows: tuple[tuple[int, int], ...], tail: int | None = None) -> Iterator[Segment]:
+    """The rows of a span, if there are any."""
+    size = sum(count for _, count in rows) * span.row_bytes
+    if size:
+        field = span.field
+        shape = f"{field.dtype}[{','.join(map(str, field.shape))}]"
+        where = (block, span.page, span.offset, span.row_bytes)
+        yield Segment(span.layer, span.memory, field.name, *where, rows, 0, size, tail, shape)
 
 
 def wire_bytes(parts: Sequence[Segment]) -> int:

@@ -98,6 +98,22 @@ class DeviceArena:
             else:
                 self._restore(order)
 
+    def read_page(self, page: int) -> memoryview:
+        """The bytes of a page: on a CPU themselves, else a copy, after all that has been launched."""
+        return memoryview(self.bytes[page].cpu().numpy())
+
+    def write_page(self, page: int, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Writes (offset, bytes) into a page that nothing launched uses; what lies between them is lost."""
+        if self.bytes.device.type == "cpu":
+            view = memoryview(self.bytes[page].numpy())
+            for offset, data in parts:
+                view[offset : offset + len(data)] = data
+            return
+        whole = bytearray(self.layout.page_bytes)
+        for offset, data in parts:
+            whole[offset : offset + len(data)] = data
+        self.bytes[page].copy_(torch.frombuffer(whole, dtype=torch.uint8))
+
     def warm_up(self) -> None:
         """Compiles what any copies may need; nothing on a CPU."""
         if self._mover is not None:

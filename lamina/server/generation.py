@@ -23,7 +23,7 @@ from lamina.engine.text import Detokeniser, TextCodec
 from lamina.engine.text_stops import StopChecker
 from lamina.engine.wire import Grammar, LogprobRow, Output, Sampling, Submit, Thoughts, UsageRow
 from lamina.server.errors import ApiError, invalid
-from lamina.server.state import GenerationRecord, ServerState
+from lamina.server.state import GenerationRecord, ServerState, asked_peer
 
 _LOG = get_logger(__name__)
 #: what the engine calls a grammar's field, whichever of a protocol's it came from
@@ -303,6 +303,7 @@ class Generation:
                     ask.owner,
                     ask.keep_at,
                     ask.thoughts,
+                    asked_peer.get(),
                 )
             )
         except BaseException:

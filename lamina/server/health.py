@@ -35,7 +35,7 @@ class Liveness:
         state.client.add_listener(self._take)
 
     def _take(self, stats: Stats) -> None:
-        has_work = stats.running + stats.waiting > 0
+        has_work = stats.running + stats.waiting > stats.arriving  # those are somebody else's work, and have a deadline
         if stats.computed_tokens != self._computed or not has_work:
             self._computed, self._moved = stats.computed_tokens, time.monotonic()
 

@@ -47,6 +47,8 @@ _ENGINE_COUNTERS = (
     ("accepted_drafts", "lamina_spec_decode_num_accepted_tokens", "Tokens drafted ahead that were then drawn."),
 )  # fmt: skip
 _ENGINE_MAPS = (
+    ("moves", "lamina_moved_states", "how", "States of prompts that other engines computed, or wanted, by what became of them."),
+    ("moved_bytes", "lamina_moved_bytes", "way", "Bytes of states that moved between engines."),
     ("misses", "lamina_prefix_lookup_stops", "reason", "Lookups by the reason why no more was found."),
     ("finished", "lamina_outputs_finished", "finished_reason", "Outputs the engine has ended, by reason; n > 1 are n outputs."),
     (
@@ -159,6 +161,10 @@ class Metrics(Collector):
             self._put(("lamina_prefix_lookup_stops", reason), count)
         for reason, count in stats.finished.items():
             self._put(("lamina_outputs_finished", reason), count)
+        for how, count in stats.moves.items():
+            self._put(("lamina_moved_states", how), count)
+        for way, count in stats.moved_bytes.items():
+            self._put(("lamina_moved_bytes", way), count)
         for place, count in enumerate(stats.accepted_by_place):
             self._put(("lamina_spec_decode_num_accepted_tokens_per_pos", str(place)), count)
 

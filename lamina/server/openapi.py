@@ -10,7 +10,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from lamina.base.version import __version__
-from lamina.server import cache, health, index, messages_schema, models_list, responses_items, responses_schema, schema, tokens
+from lamina.server import (
+    cache,
+    health,
+    index,
+    instance,
+    messages_schema,
+    models_list,
+    responses_items,
+    responses_schema,
+    schema,
+    tokens,
+)
 from lamina.server.body import to_json
 from lamina.server.routing import route
 from lamina.server.settings import ServerSettings
@@ -112,6 +123,7 @@ _AFTER = Parameter("after", {"type": "string"}, "id of the item before the page'
 OPERATIONS: tuple[Operation, ...] = (
     Operation("get", "/v1/models", "The model, under every name it has.", "models", None, models_list.ModelList),
     Operation("get", "/v1/models/{id}", "One name.", "models", None, models_list.ModelCard, (*_ALWAYS, 404)),
+    Operation("get", "/v1/instance", "What a router has to know.", "models", None, instance.Instance, (*_ALWAYS, 503)),
     Operation(
         "post", "/v1/completions", "Goes on from prompts.", "generate", schema.CompletionRequest, schema.Completion, _WORK,
         (schema.Completion,), ends_with_done=True,

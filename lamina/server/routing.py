@@ -7,6 +7,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lamina.server.body import state_of
+from lamina.server.state import PEER_HEADER, asked_peer
+
+_MOST_PEER_CHARS = 300
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -21,6 +24,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["lamina_route"] = self._path
         request = Request(scope, receive, send)
+        asked_peer.set(request.headers.get(PEER_HEADER, "")[:_MOST_PEER_CHARS])
         try:
             response = await self._handler(request)
         finally:

@@ -14,6 +14,7 @@ import uvicorn
 from lamina.base.config import EngineConfig
 from lamina.base.errors import ConfigError
 from lamina.base.log import event, get_logger
+from lamina.base.peers import PeerConfig
 from lamina.chat.formats import ChatFormat
 from lamina.engine.client import EngineClient
 from lamina.engine.default_sampling import find_defaults
@@ -31,7 +32,7 @@ _MAX_CONNECTIONS = 8192
 _CLOSE_S = 5
 
 
-class _WebServer(uvicorn.Server):
+class WebServer(uvicorn.Server):
     """The web server, whose signals are ours."""
 
     @contextlib.contextmanager
@@ -75,7 +76,7 @@ async def serve(
         proxy_headers=False, limit_concurrency=_MAX_CONNECTIONS, timeout_graceful_shutdown=_CLOSE_S, backlog=1024,
         timeout_keep_alive=75,
     )  # fmt: skip
-    web = _WebServer(config)
+    web = WebServer(config)
     loop, asked_to_end = asyncio.get_running_loop(), asyncio.Event()
     num_signals = 0
 
@@ -126,7 +127,9 @@ async def _drain(state: ServerState, web: uvicorn.Server) -> None:
         event(_LOG, "drain_ended", in_flight=state.in_flight)
 
 
-def make_state(settings: ServerSettings, config: EngineConfig, directory: Path, chat: ChatFormat | None) -> ServerState:
+def make_state(
+    settings: ServerSettings, config: EngineConfig, directory: Path, chat: ChatFormat | None, peers: PeerConfig | None = None
+) -> ServerState:
     """The server's state before the engine runs. Raises ConfigError if the tokenizer or generation_config.json cannot be read."""
     defaults = find_defaults(directory, settings.generation_config)
-    return ServerState(settings, EngineClient(config), load_codec(directory), chat, defaults)
+    return ServerState(settings, EngineClient(config, peers=peers), load_codec(directory), chat, defaults)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from lamina.server.errors import ApiError
 from lamina.server.settings import ServerSettings
 
 _LOG = get_logger(__name__)
+#: the header by which a router says whom to ask for a prompt's state; its value while a request is being answered
+PEER_HEADER = "x-lamina-prefill"
+asked_peer: ContextVar[str] = ContextVar("asked_peer", default="")
 
 
 class GenerationRecord(msgspec.Struct, frozen=True):
