@@ -109,6 +109,6 @@ def test_addresses_that_others_could_read_are_refused() -> None:
         with pytest.raises(ConfigError, match="kv_events"):
             PeerConfig(kv_events=bad)
     with pytest.raises(ConfigError, match="without --kv-events"):
-        PeerConfig(kv_events_replay="ipc:///tmp/x")
+        PeerConfig(kv_events_replay="ipc:///run/x")
     with pytest.raises(ConfigError, match="kv_events"):
         KvEvents(tiny(), "ipc:///nowhere/at/all")

@@ -180,7 +180,7 @@ def test_nothing_leaves_this_machine_without_a_key(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="peer-key-file"):
             PeerList(bad, has_key=False)
         assert PeerList(bad, has_key=True).addresses == (bad,)
-    for good in ("127.0.0.1:1", "localhost:0", "[::1]:5", "unix:/tmp/x"):
+    for good in ("127.0.0.1:1", "localhost:0", "[::1]:5", "unix:/run/x"):
         assert PeerConfig("prefill", good).listen == good
     (tmp_path / "short").write_text("  too short   \n")
     for path in (tmp_path / "short", tmp_path / "nothing"):

@@ -75,15 +75,7 @@ class Chats:
     def chat(self, rng: random.Random, length: int, facts: list[Fact], num_questions: int, begins: bool = True) -> Draft:
         """About `length` tokens: facts in one or more user turns, among text or alone, then or between them the questions."""
         writer = self.writer
-        tail = THINKS.format(rng.choice(THOUGHTS)) if rng.random() < 0.35 else PLAIN
-        turns = Turns(tail, REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
-        wording = writer.wording(rng)
-        draft = Draft()
-        if begins:
-            draft.add([BOS], 0.0)
-        if rng.random() < 0.3:
-            draft.join(self.writer.sentence(rng.choice(SYSTEM), self._nothing, False, False))
-            draft.weights = [0.0] * len(draft)
+        turns, wording, draft = self._open(rng, begins)
         if rng.random() < 0.15:
             is_all = rng.random() < 0.3
             draft.join(self.talk(rng, turns, is_all))
@@ -120,14 +112,7 @@ class Chats:
     def single(self, rng: random.Random, length: int, facts: list[Fact], begins: bool = True) -> Draft:
         """A chat of one turn: a text with facts and, before or after it, what is asked; the answer."""
         writer = self.writer
-        tail = THINKS.format(rng.choice(THOUGHTS)) if rng.random() < 0.35 else PLAIN
-        turns = Turns(tail, REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
-        wording = writer.wording(rng)
-        draft = Draft()
-        if begins:
-            draft.add([BOS], 0.0)
-        if rng.random() < 0.3:
-            draft.add(writer.sentence(rng.choice(SYSTEM), self._nothing, False, False).ids, 0.0)
+        turns, wording, draft = self._open(rng, begins)
         fact = facts[0]
         label = rng.choice(("", "", "", "Question: ", "Now a question. ", "Q: "))
         question = writer.sentence(label + writer.question_words(rng, wording, fact), fact, False, False)
@@ -149,6 +134,19 @@ class Chats:
             draft.join(question)
         draft.join(reply)
         return draft
+
+    def _open(self, rng: random.Random, begins: bool) -> tuple[Turns, Wording, Draft]:
+        """How a chat is written, its wordings, and its beginning: a system message in three of ten."""
+        writer = self.writer
+        tail = THINKS.format(rng.choice(THOUGHTS)) if rng.random() < 0.35 else PLAIN
+        turns = Turns(tail, REPLIES[0] if rng.random() < 0.6 else rng.choice(REPLIES))
+        wording = writer.wording(rng)
+        draft = Draft()
+        if begins:
+            draft.add([BOS], 0.0)
+        if rng.random() < 0.3:
+            draft.add(writer.sentence(rng.choice(SYSTEM), self._nothing, False, False).ids, 0.0)
+        return turns, wording, draft
 
     def talk(self, rng: random.Random, turns: Turns, is_last: bool) -> Draft:
         """A greeting or a thank-you."""
